@@ -1,4 +1,4 @@
-"""Real acceptance of a target and its drafts on held-out prompts, by domain, greedy and sampled, with both speeds.
+"""This program measures acceptance on held-out prompts, by domain, greedy and sampled, with and without drafts.
 
     python -P bench/acceptance.py --out bench/results/cpu/bundled.json
     python -P bench/acceptance.py --method eagle3 eagle3+suffix suffix --text plain repeating copying --temperature 0 \
@@ -8,7 +8,7 @@
     python -P bench/acceptance.py --method eagle3 peagle dflash dspark --draft-model peagle=DIR dflash=DIR dspark=DIR \
         --num-speculative-tokens 3 5 --limit 3 --max-tokens 64 --out bench/results/cpu/drafters.json
 
-Decodes every prompt at S = 0 and at each S, compares the tokens, and writes rows with the commit, the machine and the
+It decodes each prompt at S = 0 and at each S, compares the tokens, and writes rows with the commit, the machine and the
 conditions. Nothing is simulated. Further rows leave out prompts whose completion repeats itself, since a small model's
 loops are easy to draft. A repeating text is the prompt, the prompt again, and half of it; a copying text is the prompt,
 the target's answer to it, and the prompt again.
@@ -40,7 +40,7 @@ DEMO = Path(__file__).parent.parent / "lowlat" / "demo"
 METHODS = ("eagle3", "eagle3+suffix", "mtp", "mtp+suffix", "ngram", "suffix", "peagle", "dflash", "dspark")
 PARALLEL = ("peagle", "dflash", "dspark")
 TEXTS = ("plain", "repeating", "copying")
-LOOP = 8  # a text loops when some run of 8 tokens stands in it more than twice
+LOOP = 8  # a text loops if a run of 8 tokens occurs in it more than twice
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -302,7 +302,7 @@ def decode(
 
 
 def text_loops(tokens: list[int]) -> bool:
-    """Say whether some run of LOOP tokens stands in a completion more than twice."""
+    """Whether a run of LOOP tokens occurs in a completion more than twice."""
     runs = [tuple(tokens[k : k + LOOP]) for k in range(len(tokens) - LOOP + 1)]
     return any(runs.count(run) > 2 for run in set(runs))
 

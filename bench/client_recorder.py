@@ -1,4 +1,4 @@
-"""A proxy that writes down what clients send: a file a client, without keys, for tests that send it again."""
+"""This module has a proxy that records clients' requests, a file a client, without keys, for tests that replay them."""
 
 import http.client
 import json

@@ -1,11 +1,11 @@
-"""Other people's clients against a chat model that `lowlat serve --http` serves: what each did, and whether it worked.
+"""This program runs other projects' clients against `lowlat serve --http`, and reports which cases work.
 
     python -m bench.clients --python langchain-openai=VENV/bin/python --out bench/results/cpu/clients.json
 
-Each client is run by a Python that has it, which `--python CLIENT=PYTHON` names (without a client: all of them); the
-default is this one. Clients that it lacks are said to be missing and keep the rows that the file of --out has. Without
---model the chat model is the one of `lowlat chat --demo`. `--record DIR` puts a proxy between that writes what each
-client sends, a file a client, for the tests that replay it.
+A Python with the client installed runs it: that of `--python CLIENT=PYTHON` (without a client: for all of them), or
+this one. Clients that it lacks are reported as missing, and keep their rows in the file of --out. Without --model the
+chat model is the one of `lowlat chat --demo`. `--record DIR` adds a proxy that writes the requests of each client to a
+file, for the tests that replay them.
 """
 
 import argparse

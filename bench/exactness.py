@@ -1,4 +1,4 @@
-"""The table of reports that `lowlat doctor --exactness --fidelity --out FILE` wrote: a row a pair.
+"""This program prints a table of reports of `lowlat doctor --exactness --fidelity --out FILE`, with a row a pair.
 
 python -m bench.exactness bench/results/h200/exactness.json
 """

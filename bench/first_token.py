@@ -1,4 +1,4 @@
-"""How long a first token takes, from submission to the caller's hands, in the process and through a socket.
+"""This program measures the time from submission to the caller's first token, in the process and through a socket.
 
     python -m bench.first_token --directory /tmp/checkpoint --out bench/results/h200/first_token.json
     python -m bench.first_token --directory /tmp/tiny --tiny --device cpu --prompt 5 40 --runs 2

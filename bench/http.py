@@ -1,4 +1,4 @@
-"""First tokens and later ones through a socket and through HTTP, by streams at once, in turns on one server.
+"""This program compares the delays of tokens through a socket and through HTTP, with several streams, on one server.
 
     python -m bench.http --out bench/results/cpu/http.json
     python -m bench.http --model bundled --out bench/results/h200/http.json

@@ -1,4 +1,4 @@
-"""Times of single kernels inside a graph: N copies of a call over rotating buffers, the graph's time over N.
+"""This program times single kernels in a graph: N copies of a call over rotating buffers, the graph's time over N.
 
     python -m bench.micro --out bench/results/h200/micro.json
 

@@ -1,4 +1,4 @@
-"""Times of a prompt's narrow products next to the matrix library's, and of the convolution of delta nets.
+"""This program times a prompt's narrow GEMMs beside the matrix library's, and the convolution of delta nets.
 
     python -m bench.narrow --out bench/results/h200/narrow.json
 

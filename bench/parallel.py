@@ -1,4 +1,4 @@
-"""Decode steps and prompts of a target cut for several GPUs, next to one GPU's: milliseconds and the floor of a GPU.
+"""This program times decode steps and prompts on several GPUs and on one: milliseconds, and the floor of a GPU.
 
     python -m bench.parallel --out bench/results/h200x2/parallel.json
     python -m bench.parallel --out /tmp/parallel.json --only "llama-8b, 1 x 8K, S=0" --kernels 12

@@ -1,4 +1,4 @@
-"""README's picture: ms a decode step of lowlat and vLLM on one H200, from committed results.
+"""This program draws README's picture: ms a decode step of lowlat and vLLM on one H200, from committed results.
 
 python -m bench.picture
 """

@@ -1,4 +1,4 @@
-"""Plans that are derived without a table, held to measured times of plans.
+"""This program compares derived plans, without a table, with measured times of plans.
 
     python -m bench.plan_times bench/results/h200/plan_times.json bench/results/h100/plan_times.json
 

@@ -1,4 +1,4 @@
-"""How long prompts take to prefill, by a whole model with random weights and chunks as a runtime runs them.
+"""This program times the prefill of prompts, by a whole model with random weights, in a runtime's chunks.
 
     python -m bench.prompts --model llama-8b --out /tmp/prompts.json
     python -m bench.prompts --model 120b --prompt 100 8192 --at-once 1 4 --out /tmp/prompts.json

@@ -1,4 +1,4 @@
-"""Processes that a benchmark runs next to itself, and that print a line when they are ready."""
+"""This module runs a benchmark's further processes, which print a line when they are ready."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Times of a gated delta net's launches: a step's fused launch, and those of a prompt, each in a graph of copies.
+"""This program times a gated delta net's launches: a step's fused one, and those of a prompt, in graphs of copies.
 
     python -m bench.recurrent --out bench/results/h200/recurrent.json
 

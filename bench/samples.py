@@ -1,4 +1,4 @@
-"""Times measured elsewhere, given to pytest-benchmark: first tokens of rounds in turns.
+"""This module gives pytest-benchmark times that were measured elsewhere: first tokens of rounds in turns.
 
 pytest-benchmark takes a timer's reading before and after a call. `measured_time` is such a timer: it advances by each
 sample, and by nothing else. So the plugin's statistics, storage and comparison are of our samples, one a round.

@@ -1,4 +1,4 @@
-"""JSON-Schema-Test-Suite through the grammars of structured output: a schema is enforced, or refused by name.
+"""This program runs JSON-Schema-Test-Suite on structured output: a schema is enforced, or refused by name.
 
     git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite DIR
     python -m bench.schema_suite DIR --out bench/results/cpu/schema_suite.json

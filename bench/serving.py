@@ -1,4 +1,4 @@
-"""The time that serving adds to a token: clients over ipc next to the engine alone, in turns, with steps of one length.
+"""This program measures the time that serving adds to a token: clients over ipc and the engine alone, in turns.
 
     python -m pytest bench/test_ipc.py --serving-out bench/results/cpu/serving.json
     python -m bench.serving bench/results/cpu/serving.json

@@ -1,4 +1,4 @@
-"""Mutated files of a session: each is refused by name, or goes on with the tokens of the whole one.
+"""This program loads mutated session files: each is refused by name, or gives the tokens of the intact file.
 
     python -m bench.session_fuzz --count 100000 --out bench/results/cpu/session_fuzz.json
 

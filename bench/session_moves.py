@@ -1,4 +1,4 @@
-"""Moves of sessions and requests at random, on the reference executor: each request has the tokens that it has alone.
+"""This program moves sessions and requests at random, on the reference executor: tokens must equal decoding alone.
 
     python -m bench.session_moves --moves 1000000 --limit-s 36000 --out bench/results/cpu/session_moves.json
 

@@ -1,4 +1,4 @@
-"""Sessions in figures: restored prefixes, steps next to copies, an agent's turns with other load.
+"""This program measures sessions: restored prefixes, steps beside copies, an agent's turns with other load.
 
     python -m bench.sessions --geometry llama-8b --parts host steps --out bench/results/h200/sessions.json
     python -m bench.sessions --geometry llama-8b --parts agents disk --append --out bench/results/h200/sessions.json

@@ -1,4 +1,4 @@
-"""Sleep and wake of one runtime: memory freed, times next to a pinned copy's, tokens and prefixes after it.
+"""This program measures a runtime's sleep and wake: freed memory, times beside a pinned copy's, tokens, prefixes.
 
     python -m bench.sleep --geometry llama-8b --out bench/results/h200/sleep.json
     python -m bench.sleep --geometry tiny --device cpu --prompt 200 --out /tmp/sleep.json

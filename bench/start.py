@@ -1,4 +1,4 @@
-"""How long a start takes: a checkpoint of Llama-3.1-8B's shape with its head, from a new process to the first token.
+"""This program times a start, from a new process to the first token: Llama-3.1-8B's shape with its draft model.
 
     python -m bench.start --directory /tmp/checkpoint --out bench/results/h200/start.json
 

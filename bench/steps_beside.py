@@ -1,6 +1,6 @@
-"""The time of steps next to copies, beside that of steps alone, which take turns so that contexts are alike.
+"""This module times steps beside copies and steps alone, in turns, so that contexts are alike.
 
-A step counts when one request alone has run in it, and copies were under way (or none was) before it and after it.
+A step counts if only one request ran in it, and copies were under way (or none was) both before and after it.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Decode steps by the format of weights, on random ones: milliseconds next to the floor of their bytes.
+"""This program times decode steps by weight format, with random weights, beside the floor of their bytes.
 
     python -m bench.weights --out bench/results/h200/weights.json
     python -m bench.weights --out /tmp/weights.json --only "fp8" --limit-s 60

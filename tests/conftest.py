@@ -1,4 +1,4 @@
-"""Setup and fixtures of all tests: no network, one thread, markers, turns between workers, the tree's files."""
+"""This module sets up all tests: no network, one thread, stages and markers, turns between workers, fixtures."""
 
 import fcntl
 import gc
@@ -15,31 +15,32 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-# before anything imports the libraries that read them
+# set before anything imports the libraries that read them
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# One thread: the models are tiny, and next to a busy process a product on two threads of two cores waits for the
-# scheduler at every barrier (measured: 16 ms in place of 2 us).
+# One thread: the models are tiny. If another process is busy, a matrix product on two threads of two cores waits for
+# the scheduler at each barrier (measured: 16 ms in place of 2 us).
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 from hypothesis import HealthCheck, settings
 from stages import LONGEST, is_fast
 
-# What workers, and the processes that tests start, import is compiled once: two seconds a process where it is not kept.
+# Keep byte code: without it, each worker and each process that a test starts compiles its imports, for two seconds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# `python -m pytest` puts the checkout first on sys.path, `pytest` does not: make both the second, or a bare
+# `python -m pytest` puts the checkout first on sys.path, `pytest` does not. Remove it for both: otherwise a bare
 # `import kernels` would find the folder here in place of Hugging Face's package.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != REPOSITORY]
 
-# Deadlines and checks of how examples come would fail a sound test on a busy machine or by an unlucky draw; the blob
-# reproduces a failure elsewhere. Every run draws the same examples but those of the wide stage, which search.
+# Hypothesis: no deadlines or health checks of its generation, which would fail a sound test on a busy machine or by an
+# unlucky draw. The printed blob reproduces a failure elsewhere. All runs draw the same examples, except in the wide
+# stage, which searches for new ones.
 for profile, max_examples in (("lowlat", 30), ("wide", 300)):
     settings.register_profile(
         profile,
@@ -53,17 +54,17 @@ settings.load_profile("lowlat")
 
 
 TURN = pytest.StashKey[ExitStack]()  # the locks of the test that runs
-KEPT = pytest.StashKey[bool]()  # whether the test before left them to the next
+KEPT = pytest.StashKey[bool]()  # whether the test before kept its locks for the next
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option of `compile_only`, and that of tests of compiled kernels."""
+    """Add the options of `compile_only` and of tests of compiled kernels."""
     parser.addoption("--compile-only", metavar="TARGET", help="compile what tests of a GPU launch, as for sm_90")
     parser.addoption("--kernels", metavar="REGEX", default="", help="compile kernels with such names alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put a described GPU in a GPU's place where kernels are only to be compiled."""
+    """Replace the GPU by its description if kernels are only compiled; choose the profile; keep the order of tests."""
     target = config.getoption("--compile-only")
     if target:
         from compile_only import CompileOnly
@@ -74,13 +75,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if "wide" in str(config.getoption("markexpr")):
         settings.load_profile("wide")
     if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False  # xdist's order is by the number of tests, which tells little of times
+        config.option.loadscopereorder = False  # xdist orders by numbers of tests, which say little about times
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files that are not of the fast stage are not imported for it.
+    """Ignore files that are not of the fast stage, if only that stage runs.
 
-    Nor are tests of a GPU where there is none, unless a path names them, for every worker would import them.
+    Without a GPU, ignore tests of a GPU unless a path names them: otherwise each worker would import them.
     """
     if config.getoption("markexpr") == "fast" and collection_path.suffix == ".py":
         return None if collection_path.name == "conftest.py" or is_fast(_name_of(collection_path)) else True
@@ -95,7 +96,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let one worker have all tests with OpenAI's package, whose import takes seconds; else a file at a time."""
+    """Give all tests with OpenAI's package, whose import takes seconds, to one worker; others go file by file."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -115,20 +116,20 @@ def _uses_openai(file: str) -> bool:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark tests of the fast stage, before any are left out by their markers."""
+    """Mark tests of the fast stage, before pytest deselects tests by markers."""
     if is_fast(_name_of(item.path)):
         item.add_marker("fast")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave later stages out unless they or one of their tests are named; skip what cannot run here, and say why."""
+    """Deselect later stages unless the command names them or a test; skip tests that cannot run here, with a reason."""
     selected = str(config.getoption("markexpr"))
     later = {stage for stage in ("second", "wide") if stage not in selected}
     if not any("::" in argument for argument in config.args):
         left = [item for item in items if _stage_of(item) in later]
         items[:] = [item for item in items if _stage_of(item) not in later]
         config.hook.pytest_deselected(items=left)
-    import torch  # here: the process that only hands tests out needs none
+    import torch  # here: xdist's controller, which only hands out tests, does not need it
 
     reasons = {}
     if not torch.cuda.is_available():
@@ -141,17 +142,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
     alone = {item.path for item in items if _is_alone(item)}
-    items.sort(key=lambda item: _turn(item.path, item.path in alone))  # of one file they stay as they are
+    items.sort(key=lambda item: _turn(item.path, item.path in alone))  # tests of a file keep their order
 
 
 def _stage_of(item: pytest.Item) -> str:
-    """The last stage that an item is marked for: a case of wide runs may be one of a test of the second stage."""
+    """Return the last stage that an item is marked for: a test of the second stage may have cases of the wide one."""
     return next((stage for stage in ("wide", "second") if item.get_closest_marker(stage) is not None), "first")
 
 
 def _turn(file: Path, alone: bool) -> int:
-    """The place of a test's file: a worker takes a file at a time, so those that take longest begin, and those whose
-    times matter come when others have little left to do.
+    """Return the place of a test's file in the order. A worker takes a file at a time, so the longest files come first.
+
+    Files with `alone` tests come last, when other workers have little left to do.
     """
     name = _name_of(file)
     return LONGEST.index(name) if name in LONGEST else len(LONGEST) + alone
@@ -162,19 +164,19 @@ def _name_of(file: Path) -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported and collected out of the garbage collector's sight: it is nearly all, and stays.
+    """Hide all imported and collected objects from the garbage collector: they are most objects, and stay.
 
-    It looks at the rest a tenth as often as usual, for a tenth less time of the whole; tests that count what is left
-    collect themselves.
+    It then runs a tenth as often as usual, which saves a tenth of the whole time. Tests that count objects call
+    `gc.collect` themselves.
     """
     _keep()
     gc.set_threshold(20_000, 20, 50)
 
 
 def _keep() -> None:
-    """Leave what lives now out of the garbage collector's sight, so that each of its turns is short.
+    """Hide all objects that live now from the garbage collector, so that each of its runs is short.
 
-    Done after every file of tests, when its fixtures are gone: what is left is modules and caches, which stay.
+    This runs after each file of tests, when its fixtures are gone: what is left is modules and caches, which stay.
     """
     gc.collect()
     gc.freeze()
@@ -193,7 +195,7 @@ def _is_alone(item: pytest.Item | None) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seed what draws from torch's own generator by the test's name: a test that passes once passes each time."""
+    """Seed torch's global generator by the test's name: a test that passes once passes each time."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(zlib.crc32(item.nodeid.encode()))
@@ -201,10 +203,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Run next to other workers' tests, and when nobody is or wants to be alone; a test marked `alone` runs by itself.
+    """Run a test beside other workers' tests, but a test marked `alone` by itself: its times need an idle machine.
 
-    Its times say something only where nobody computes next to it: it waits until no other worker runs a test, and holds
-    them up until it and those like it that follow are through. What a test waits here is no part of its own time.
+    Such a test waits until no other worker runs a test. The other workers then wait until it, and `alone` tests that
+    follow directly, have ended. The wait is not counted in a test's own time.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         try:
@@ -214,7 +216,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
                 _keep()
     folder, turn = Path(item.config.getoption("basetemp")).parent, item.config.stash.setdefault(TURN, ExitStack())
     if not item.config.stash.get(KEPT, False):
-        with _locked(folder / "gate", fcntl.LOCK_EX):  # nobody else begins
+        with _locked(folder / "gate", fcntl.LOCK_EX):  # no other worker begins a test
             turn.enter_context(_locked(folder / "running", fcntl.LOCK_EX if _is_alone(item) else fcntl.LOCK_SH))
     try:
         return (yield)
@@ -228,7 +230,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="session", autouse=True)
 def steps_built_once() -> Iterator[None]:
-    """Programs, which nothing changes, are built once for their geometry: they are most of a small model's load."""
+    """Build each Program once for its geometry: they are immutable, and most of the load time of a small model."""
     programs = sys.modules.get("lowlat.engine.loading.programs")  # imported by the modules that load one
     if programs is None:
         yield
@@ -241,13 +243,13 @@ def steps_built_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """The root of the checkout."""
+    """Return the root of the checkout."""
     return REPOSITORY
 
 
 @pytest.fixture(scope="session")
 def tree_files(repository: Path) -> list[Path]:
-    """Every file that git does not ignore, relative to the root; links are listed, not followed."""
+    """Return each file that git does not ignore, relative to the root; links are listed, not followed."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=repository,
@@ -262,7 +264,7 @@ def tree_files(repository: Path) -> list[Path]:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also in a process that was started to ignore it."""
+    """Have SIGINT raise KeyboardInterrupt, also in a process that was started to ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -270,7 +272,7 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks end no request by their time, which tells nothing of what they allow: see `test_grammar_compiler`."""
+    """Remove the time limit of grammar masks, so that a slow machine ends no request: see `test_grammar_compiler`."""
     from lowlat.text.grammar import matching
 
     monkeypatch.setattr(matching, "MAX_MASK_S", math.inf)

@@ -1,6 +1,6 @@
-"""The bytes that a step must move, as benchmarks' floors count them; `lowlat.tools.bench.step_bytes` counts them.
+"""This module counts the bytes that a step must move, for floors, by `lowlat.tools.bench.step_bytes`.
 
-    matrices  each once each use, in its format; of experts those that rows chose
+    matrices  once for each use, in their formats; of experts those that rows chose
     cache     keys and values of the layers that a step attends to, within their windows
     state     recurrent states, each read and written once
 
@@ -41,11 +41,11 @@ def step_bytes(
     ranks: Sequence[ModelConfig] = (),
     matrices_only: bool = False,
 ) -> StepBytes:
-    """The bytes of a case's step, of several GPUs those of the one that reads most.
+    """Return the bytes of a case's step; with several GPUs those of the GPU that reads most.
 
-    program           of the step
-    plan              the weights, of the draft model, too, where the case drafts
-    distinct_experts  a layer, of an MoE layer, a shared one left out
+    program           the step's program
+    plan              the weights, with the draft model's if the case drafts
+    distinct_experts  distinct experts in an MoE layer, without a shared one
     ranks             the geometry of each rank; (): there is one
     """
     experts = config.experts
@@ -66,7 +66,7 @@ def step_bytes(
 
 
 def _matrices_and_cache(program: Program, sizes: Mapping[str, int], case: Case, share: float) -> int:
-    lengths = [case.context + 1.0] * case.batch  # of which all but the last are read
+    lengths = [case.context + 1.0] * case.batch  # a step reads all but the last
     total = sum(weight_bytes(op, sizes, share) for op in program.ops)
     for op in program.ops:
         whole = replace(op, params={name: value for name, value in op.params.items() if name != "first"})
@@ -75,6 +75,6 @@ def _matrices_and_cache(program: Program, sizes: Mapping[str, int], case: Case, 
 
 
 def _matrices(plan: Plan, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes of matrices alone."""
+    """Return the sizes of matrices, without vectors."""
     wide = {matrix_name(name) or name for name, part in plan.items() if len(part.shape) > 1}
     return {name: size for name, size in sizes.items() if name in wide and not name.endswith("bias")}

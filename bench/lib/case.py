@@ -1,4 +1,4 @@
-"""The case of a measured step: slots, context, draft length; and what acceptance is imposed on it."""
+"""This module has the case of a measured step: slots, context, draft length, and its imposed acceptance."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from lowlat.options.acceptance import acceptance_for
 
 __all__ = ["Case"]
 
-IMPOSED_SHARE = 2 / 3  # of the drafts that are accepted: 3.0 tokens a step at S = 3
+IMPOSED_SHARE = 2 / 3  # the share of accepted drafts: 3.0 tokens a step at S = 3
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """The case of `BxCxS`, for instance `1x8192x3`. Raises ValueError for another text."""
+        """Parse `BxCxS`, for instance `1x8192x3`. Raises ValueError for another text."""
         batch, context, drafts = map(int, text.split("x"))
         return cls(batch, context, drafts)
 

@@ -1,6 +1,6 @@
-"""Times of asynchronous work, one figure a replay: by device events on a GPU, by the host's clock elsewhere.
+"""This module times asynchronous work, one figure a replay: by device events on a GPU, by the host's clock elsewhere.
 
-Variants that are compared are run in turns of a few replays, so that they see the same clocks and the same heat.
+Variants that are compared run in turns of a few replays, so that they see the same clocks and temperatures.
 """
 
 import math
@@ -34,12 +34,12 @@ class Timed:
 
     @property
     def median(self) -> float:
-        """The median of all replays, ms."""
+        """Return the median of all replays, ms."""
         return percentile(self.ms, 50)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of the values do not exceed. Raises ValueError for no values."""
+    """Return the least value that `percent` of the values do not exceed. Raises ValueError without values."""
     if not values:
         raise ValueError("no percentile of no values")
     ordered = sorted(values)

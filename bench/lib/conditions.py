@@ -1,4 +1,4 @@
-"""The parts that rows of all benchmarks share: their machine and commit, the options of their programs, their file."""
+"""This module has what all benchmarks share: machine and commit of rows, options of programs, and the result file."""
 
 import argparse
 import gc
@@ -16,7 +16,7 @@ __all__ = ["bench_parser", "release", "stamps_of", "timing_parser", "write_json"
 def bench_parser(
     description: str | None, *, device: str | None = "cuda:0", must_write: bool = True
 ) -> argparse.ArgumentParser:
-    """A parser with the options that all programs have.
+    """Make a parser with the options that all programs have.
 
     device      the default; None: the program has no choice
     must_write  whether a file must be named
@@ -50,7 +50,7 @@ def stamps_of(device: torch.device, commit: str = "") -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a result, and the folder that it lies in where there is none."""
+    """Write a result, and create its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

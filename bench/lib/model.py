@@ -1,4 +1,4 @@
-"""The model of a benchmark: a geometry of `lowlat/tools/bench/geometries.toml`, and the formats that it is held in."""
+"""This module has the model of a benchmark: a geometry of `lowlat/tools/bench/geometries.toml`, and its formats."""
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -33,7 +33,7 @@ BLOCK_SIZE = 32
 
 
 def bucket_of(case: Case, drafted: Topology) -> Bucket:
-    """The bucket of a case's step that drafts this."""
+    """Return the bucket of a case's step with these drafts."""
     return Bucket(case.batch, drafted.num_nodes, drafted.depth)
 
 

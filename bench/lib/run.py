@@ -1,4 +1,4 @@
-"""The run of a benchmark's cases: one row each, written as it ends, with what failed and what no time was left for."""
+"""This module runs a benchmark's cases: it writes each row at once, also of cases that failed or had no time left."""
 
 import json
 import math

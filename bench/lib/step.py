@@ -1,7 +1,7 @@
-"""The step of a benchmark: one bucket's graph, on one GPU or several, put into the middle of a long context.
+"""This module has the step of a benchmark: one bucket's graph, on one GPU or several, in the middle of a long context.
 
-Weights, keys and values are random, and so are recurrent states. Acceptance is imposed where the shapes say so. Without
-a GPU the reference executor runs the same programs.
+Weights, keys and values are random, and so are recurrent states. Acceptance is imposed if the shapes say so. Without a
+GPU the reference executor runs the same programs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ SHOWN = 16  # kernels of a profile
 
 
 def devices_of(device: torch.device, size: int) -> list[torch.device]:
-    """So many devices, of GPUs the first ones."""
+    """Return `size` devices; of GPUs the first ones."""
     return (
         [device] if size == 1 else [torch.device("cuda", n) if device.type == "cuda" else device for n in range(size)]
     )
@@ -119,7 +119,7 @@ class Step:
             self.executor.step(self.bucket)
 
     def reset(self) -> None:
-        """Put every slot's length on every rank back to the case's context."""
+        """Reset the length of each slot on each rank to the case's context."""
         if len(self._parts) > 1:
             self.executor.synchronize()
         for state in self._states():
@@ -192,7 +192,7 @@ class Step:
         return call_sites(rank.groups(self.bucket), rank.state, [lengths], num_experts)
 
     def profile(self, num_steps: int, wall_gb_per_s: float, num_experts: float = 0.0) -> Summary:
-        """Record steps on the first device and sum them up by kernel; num_experts: see `sites`."""
+        """Record steps on the first device and summarise them by kernel; num_experts: see `sites`."""
         self.reset()
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""The pairs that suites and peers measure: the bundled one, a directory, or a geometry with random weights."""
+"""This module opens the pairs that suites and peers measure: the bundled one, a directory, or a random geometry."""
 
 import tempfile
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,6 @@
-"""Random weights of a model, drawn on the device in the very parts of their formats.
+"""This module draws a model's random weights, on the device, directly as the parts of their formats.
 
-A step's time does not depend on their values, but for an MoE layer's choice of experts: random routers spread their
+A step's time does not depend on their values, except by an MoE layer's choice of experts: random routers spread their
 rows. Codes are random bits, all of which are numbers, and scales keep activations at their size. No two matrices are
 alike, so the L2 helps no more than it does with real ones. Weights are drawn in an order that the model fixes, by one
 generator: a seed gives the same ones whenever they are drawn.
@@ -117,11 +117,11 @@ class RandomParts(WeightSource):
 
     @property
     def arena_bytes(self) -> int:
-        """None is needed: nothing is read."""
+        """0: nothing is read."""
         return 0
 
     def _draw(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights in the plan's order."""
+        """Draw the weights in the plan's order."""
         generator = torch.Generator(self._device).manual_seed(self._seed)
         for name, part in self._plan.items():
             yield name, self._drawn(name, part, generator)

@@ -1,10 +1,10 @@
-"""This package reads Hugging Face directories, and gives tensors and fields; it trusts no file.
+"""This package reads the tensors and config fields of Hugging Face model directories; it trusts no file.
 
-Only safetensors and JSON are read. Everything that a config asks for and lowlat does not implement is refused by
-name, and so is every key or tensor that nobody knows; all errors are ConfigError.
+It reads only safetensors and JSON. If a config asks for something that lowlat does not implement, or a key or tensor is
+unknown, the model is refused by name; all errors are ConfigError.
 
-Canonical weights have outputs as rows and one name whatever the family: `embed.weight`, `norm.weight`,
+Canonical weights have outputs as rows, and the same names in all families: `embed.weight`, `norm.weight`,
 `lm_head.weight`, `layers.{i}.` with `attn_norm qkv q_norm k_norm sinks o ffn_norm gate_up down router experts`, and
-`draft_model.` with a draft model's. Fused rows are in the order q, k, v and gate, up. `formats` has the formats of
-stored weights.
+`draft_model.` with those of a draft model. Fused rows are in the order q, k, v and gate, up. `formats` has the formats
+of stored weights.
 """

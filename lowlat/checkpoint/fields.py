@@ -1,6 +1,6 @@
-"""This module gives typed access to the keys of a configuration, and records which were used.
+"""This module reads typed values of a configuration's keys, and records which keys were used.
 
-A JSON null counts as absent everywhere, as it does for transformers.
+A JSON null counts as absent, as in transformers.
 """
 
 import math
@@ -24,21 +24,21 @@ class Fields:
         self._used: set[str] = set()
 
     def with_defaults(self, defaults: dict[str, Any]) -> "Fields":
-        """The same with values for keys that it does not have; what has been read stays read."""
+        """Return a copy with default values for absent keys; used keys stay used."""
         return self.with_values({**defaults, **self.values})
 
     def with_values(self, values: dict[str, Any]) -> "Fields":
-        """The same with these values of keys; what has been read stays read."""
+        """Return a copy with these values; used keys stay used."""
         made = Fields({**self.values, **values}, self.label)
         made._used |= self._used
         return made
 
     def error(self, key: str, expected: str) -> ConfigError:
-        """The error for a key whose value is not what it should be."""
+        """Return the error for a key with another value than expected."""
         return ConfigError(f"{self.label}: {key} must be {expected}, found {shown(self.values.get(key))}")
 
     def raw(self, key: str) -> Any:
-        """The value as it stands, None when absent; the key counts as used."""
+        """Return a value as it is, None when absent; the key counts as used."""
         self._used.add(key)
         return self.values.get(key)
 
@@ -46,7 +46,7 @@ class Fields:
         return ConfigError(f"{self.label}: {key} is missing; expected {expected}")
 
     def optional_integer(self, key: str, low: int, high: int) -> int | None:
-        """An integer in [low, high], or None when absent. A bool or a float is not an integer."""
+        """Return an integer in [low, high], or None when absent. A bool or a float is not an integer."""
         value = self.raw(key)
         if value is None:
             return None
@@ -55,7 +55,7 @@ class Fields:
         return value
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        """An integer in [low, high]; required unless there is a default."""
+        """Return an integer in [low, high]; it is required unless there is a default."""
         value = self.optional_integer(key, low, high)
         if value is not None:
             return value
@@ -64,7 +64,7 @@ class Fields:
         return default
 
     def optional_number(self, key: str, low: float, high: float) -> float | None:
-        """A finite number in [low, high] as a float, or None when absent."""
+        """Return a finite number in [low, high] as a float, or None when absent."""
         value = self.raw(key)
         if value is None:
             return None
@@ -79,7 +79,7 @@ class Fields:
         return number
 
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
-        """A finite number in [low, high]; required unless there is a default."""
+        """Return a finite number in [low, high]; it is required unless there is a default."""
         value = self.optional_number(key, low, high)
         if value is not None:
             return value
@@ -88,26 +88,26 @@ class Fields:
         return default
 
     def optional_boolean(self, key: str) -> bool | None:
-        """True or false, or None when absent. 0 and 1 are not booleans."""
+        """Return true or false, or None when absent. 0 and 1 are not booleans."""
         value = self.raw(key)
         if value is not None and not isinstance(value, bool):
             raise self.error(key, "true or false")
         return value
 
     def boolean(self, key: str, default: bool) -> bool:
-        """True or false, or the default when absent."""
+        """Return true or false, or the default when absent."""
         value = self.optional_boolean(key)
         return default if value is None else value
 
     def optional_string(self, key: str) -> str | None:
-        """A string, or None when absent."""
+        """Return a string, or None when absent."""
         value = self.raw(key)
         if value is not None and not isinstance(value, str):
             raise self.error(key, "a string")
         return value
 
     def optional_object(self, key: str) -> "Fields | None":
-        """A nested object as Fields of its own, or None when absent."""
+        """Return a nested object as Fields of its own, or None when absent."""
         value = self.raw(key)
         if value is None:
             return None
@@ -116,7 +116,7 @@ class Fields:
         return Fields(value, f"{self.label}: {key}")
 
     def optional_integers(self, key: str, low: int, high: int, *, max_count: int) -> tuple[int, ...] | None:
-        """A list of integers in [low, high], or None when absent."""
+        """Return a list of integers in [low, high], or None when absent."""
         value = self.raw(key)
         if value is None:
             return None
@@ -129,7 +129,7 @@ class Fields:
         return tuple(value)
 
     def numbers(self, key: str, low: float, high: float, *, count: int, what: str) -> tuple[float, ...]:
-        """A list of finite numbers in [low, high], one for each of what there are `count` of."""
+        """Return a list of `count` finite numbers in [low, high]; `what` names in the error what each is for."""
         value, expected = self.raw(key), f"a list of {count} numbers from {low:g} to {high:g}, one a {what}"
         if not isinstance(value, list) or len(value) != count:
             found = f"{len(value)} entries" if isinstance(value, list) else shown(value)
@@ -140,7 +140,7 @@ class Fields:
         return tuple(map(float, value))
 
     def optional_strings(self, key: str, *, max_count: int) -> tuple[str, ...] | None:
-        """A list of strings, or None when absent."""
+        """Return a list of strings, or None when absent."""
         value = self.raw(key)
         if value is None:
             return None
@@ -149,15 +149,15 @@ class Fields:
         return tuple(value)
 
     def refuse_unless(self, key: str, allowed: Collection[Any], why: str) -> None:
-        """Refuse a key whose value is present and not among the allowed ones, by name."""
+        """Refuse a key by name if its value is present and not allowed."""
         value = self.raw(key)
-        # `in` alone would take 1 for True
+        # `in` would accept 1 for True
         if value is not None and not any(type(value) is type(item) and value == item for item in allowed):
             choices = f"; allowed: {', '.join(repr(item) for item in allowed)}" if allowed else ""
             raise ConfigError(f"{self.label}: {key} = {shown(value)} is not implemented ({why}){choices}")
 
     def refuse_unknown(self, harmless: Collection[str]) -> None:
-        """Refuse the first key that nobody used, that is not known to be harmless, and that is switched on.
+        """Refuse the first key that is unused, not known to be harmless, and switched on.
 
         Null, false and empty values are off: they ask for nothing, but for keys where they do, which must have been
         read before. Keys with a leading underscore are the writing library's own notes.

@@ -1,4 +1,4 @@
-"""This module reads small untrusted files with a limit and without waiting, and writes own ones whole."""
+"""This module reads small untrusted files with a size limit and without blocking, and writes files atomically."""
 
 import json
 import os
@@ -25,11 +25,11 @@ __all__ = [
     "written_whole",
 ]
 
-STALE_S = 60.0  # a file that was last written to so long ago, by a process that is gone, is nobody's
+STALE_S = 60.0  # an unfinished file is removed so long after its last write, if its process is gone
 
 
 def find_bytes(path: Path, max_bytes: int) -> bytes | None:
-    """A file's bytes; None where there is none. Raises ConfigError for what is no file, too large or unreadable."""
+    """Read a file's bytes; None if it is missing. Raises ConfigError if it is no file, too large or unreadable."""
     try:
         # without O_NONBLOCK a named pipe would block the open for ever
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -53,7 +53,7 @@ def find_bytes(path: Path, max_bytes: int) -> bytes | None:
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """A file's bytes. Raises ConfigError as `find_bytes` does, and where there is no file."""
+    """Read a file's bytes. Raises ConfigError as `find_bytes` does, and if there is no file."""
     data = find_bytes(path, max_bytes)
     if data is None:
         raise ConfigError(f"{path}: no such file")
@@ -61,7 +61,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def decode_text(path: Path, data: bytes) -> str:
-    """A file's bytes as text. Raises ConfigError for what is not UTF-8."""
+    """Decode a file's bytes. Raises ConfigError if they are not UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -69,18 +69,18 @@ def decode_text(path: Path, data: bytes) -> str:
 
 
 def find_text(path: Path, max_bytes: int) -> str | None:
-    """A file's text; None where there is none. Raises ConfigError as `find_bytes` and `decode_text` do."""
+    """Read a file's text; None if it is missing. Raises ConfigError as `find_bytes` and `decode_text` do."""
     data = find_bytes(path, max_bytes)
     return None if data is None else decode_text(path, data)
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """A file's text. Raises ConfigError as `read_bytes` and `decode_text` do."""
+    """Read a file's text. Raises ConfigError as `read_bytes` and `decode_text` do."""
     return decode_text(path, read_bytes(path, max_bytes))
 
 
 def read_json(path: Path, max_bytes: int) -> Any:
-    """The JSON value in a file. Raises ConfigError as `read_text` does, and for what is not JSON."""
+    """Read the JSON value in a file. Raises ConfigError as `read_text` does, and if it is not JSON."""
     try:
         return json.loads(read_text(path, max_bytes))
     except (ValueError, RecursionError) as error:
@@ -89,10 +89,10 @@ def read_json(path: Path, max_bytes: int) -> Any:
 
 @contextmanager
 def written_whole(path: Path, prefix: str) -> Iterator[IO[bytes]]:
-    """A file of its owner's alone (mode 600), which takes the place of `path` when all of it is written, or never.
+    """Open a new file for its owner alone (mode 600), which replaces `path` when it is completely written, or never.
 
-    prefix  of its name until then, next to `path`, before the number of this process
-    A process that is killed meanwhile leaves such a file: see `take_out_unfinished`. Raises OSError.
+    prefix  of its temporary name beside `path`, before the id of this process
+    A process that is killed meanwhile leaves the file: see `take_out_unfinished`. Raises OSError.
     """
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{prefix}{os.getpid()}-", delete=False) as file:
         try:
@@ -105,9 +105,9 @@ def written_whole(path: Path, prefix: str) -> Iterator[IO[bytes]]:
 
 
 def take_out_unfinished(folder: Path, prefix: str) -> int:
-    """Take out what processes were writing by `written_whole` when they were killed; returns the bytes of what stays.
+    """Remove unfinished files of `written_whole`, whose processes were killed; returns the bytes of those that stay.
 
-    That was written to in the last STALE_S, or by a process that runs. Raises OSError.
+    A file stays if its last write was in the last STALE_S, or if its process still runs. Raises OSError.
     """
     num_bytes = 0
     for path in folder.glob(f"{escape(prefix)}*"):
@@ -123,10 +123,10 @@ def take_out_unfinished(folder: Path, prefix: str) -> int:
 
 
 def _has_run_since(pid: int, when: float) -> bool:
-    """Whether a process runs that had this number at a time: each start of a container has the same numbers."""
+    """Whether this id's process was already running at `when`: each start of a container uses the same ids again."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:
         return False
-    begun_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the system was started
+    begun_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # start of the process, since boot
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + begun_s <= when

@@ -1,6 +1,6 @@
-"""This module tells models in forms that lowlat does not read by the names of their files, and what to take instead.
+"""This module recognises models in formats that lowlat does not read, by file names, and says what to use instead.
 
-It opens only the config of an adapter, for the name of the model that it is for.
+It opens no file but an adapter's config, for the name of the adapter's model.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ OTHERS = {".h5": "TensorFlow", ".msgpack": "Flax", ".onnx": "ONNX", ".npz": "Num
 
 
 def foreign_files(names: Iterable[str]) -> str | None:
-    """The form of a model that files with these names are in, where it is not read; None for anything else."""
+    """Return why a model with files of these names is not read, and what to use instead; None if nothing is known."""
     names = sorted(names)
     if ADAPTER_FILE in names or any(name in names for name in ADAPTER_WEIGHTS):
         return "it is an adapter (LoRA), which lowlat does not apply; merge it into its model and take the result"
@@ -45,7 +45,7 @@ def foreign_files(names: Iterable[str]) -> str | None:
 
 
 def foreign_directory(directory: Path) -> str | None:
-    """The form of a directory's files, as `foreign_files` tells it, with the model that an adapter is for."""
+    """Return what `foreign_files` says of a directory's files, with the model of an adapter."""
     try:
         why = foreign_files(entry.name for entry in directory.iterdir())
     except OSError as error:

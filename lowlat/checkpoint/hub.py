@@ -1,8 +1,8 @@
-"""This module fetches models of the Hugging Face hub by name into its cache, as a directory that loaders read.
+"""This module fetches models by name from the Hugging Face hub into its cache, as directories that loaders read.
 
-huggingface_hub moves the bytes, and its variables hold: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, and, in
+huggingface_hub transfers the files and obeys its variables: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, and, in
 seconds, HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT. Only configs, tokenizers, chat templates and safetensors are
-fetched, never pickles or code. Weights come last, so that a snapshot that has them is whole and needs no network.
+fetched, never pickles or code. Weights come last, so that a snapshot with its weights is complete and needs no network.
 """
 
 import logging
@@ -29,14 +29,14 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 CONFIG_FILE = "config.json"
 CONFIG_FILES = (CONFIG_FILE, "generation_config.json", QUANTISATION_FILE, INDEX_FILE)
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-TEMPLATES = "additional_chat_templates"  # a folder of further ones
-CHUNK = 1 << 16  # bytes of a header that are asked for at once
-SPARE_BYTES = 64 << 20  # of the cache's disk, that a download leaves
+TEMPLATES = "additional_chat_templates"  # a folder of further chat templates
+CHUNK = 1 << 16  # bytes of a header that are read at a time
+SPARE_BYTES = 64 << 20  # bytes of the cache's disk that a download leaves free
 
 
 @dataclass(frozen=True)
 class Download:
-    """The download of a model: files and bytes that are not in the cache yet, and the room that there is."""
+    """The download of a model: number and bytes of the files that the cache lacks, and the free bytes of its disk."""
 
     files: int
     bytes: int
@@ -46,7 +46,7 @@ class Download:
 
 @dataclass(frozen=True)
 class Outline:
-    """A directory with a model's configs and the headers of its weights; `download` is None where it is whole."""
+    """A directory with a model's configs and the headers of its weights; `download` is None if the cache has it all."""
 
     directory: Path
     download: Download | None
@@ -54,7 +54,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class _Listing:
-    """The files of a repository at one commit, by name, with their bytes."""
+    """The files of a repository at one commit: bytes by name."""
 
     repository: Repository
     commit: str
@@ -62,25 +62,25 @@ class _Listing:
 
     @property
     def text_files(self) -> tuple[str, ...]:
-        """The files that a tokenizer and chats need."""
+        """The files for the tokenizer and chat templates."""
         further = (name for name in self.sizes if name.startswith(f"{TEMPLATES}/") and name.endswith(".jinja"))
         return (*TEXT_FILES, *(name for name in further if name.count("/") == 1))
 
     def missing(self, directory: Path, names: Sequence[str]) -> list[str]:
-        """Those of the names that the repository has and its snapshot lacks."""
+        """Return those of the names that the repository has and its snapshot lacks."""
         return [name for name in names if name in self.sizes and not (directory / name).exists()]
 
 
 def fetch(
     model: str | Path, *, check: Callable[[Path], object] | None = None, progress: Progress | None = None
 ) -> Path:
-    """The directory of a model; a repository that is not in the cache is fetched.
+    """Return the directory of a model; fetch the repository if the cache lacks it.
 
-    check      called with the directory when config.json and what stands next to it are there, and no weight; raises
-               ConfigError for what should not be downloaded
+    check      called with the directory when it has config.json and the other configs, but no weights; raises
+               ConfigError if the weights should not be downloaded
     progress   called with bytes fetched and bytes in all; None: the library's own bars, on a terminal
-    With a whole snapshot in the cache the hub is asked for nothing but the commit, and not even that for a revision
-    that is a commit, or under HF_HUB_OFFLINE. Raises ConfigError that says what to do.
+    If the cache has a complete snapshot, the hub is only asked for the commit; under HF_HUB_OFFLINE, or if the revision
+    is a commit, it is not asked at all. Raises ConfigError that says what to do.
     """
     repository = find_repository(model)
     if repository is None:
@@ -102,10 +102,10 @@ def fetch(
 
 @contextmanager
 def outline(model: str | Path) -> Iterator[Outline]:
-    """A model's configs and the headers of its weights, in a directory for as long as the context lasts.
+    """Make a directory with a model's configs and the headers of its weights, while the context lasts.
 
-    Nothing of the weights themselves is fetched: a file of them has its header and its size, and reads as zeros. A
-    directory, or a whole snapshot in the cache, is given as it is. Raises ConfigError as `fetch` does.
+    The weights themselves are not fetched: their files have the true headers and sizes, and read as zeros. A directory,
+    or a complete snapshot in the cache, is used as it is. Raises ConfigError as `fetch` does.
     """
     repository = find_repository(model)
     listing = Path(model) if repository is None else _locate(repository)
@@ -129,7 +129,7 @@ def outline(model: str | Path) -> Iterator[Outline]:
 
 
 def _locate(repository: Repository) -> Path | _Listing:
-    """The whole snapshot in the cache, or else what the hub says there is. Raises ConfigError."""
+    """Return the complete snapshot in the cache, or else the hub's listing. Raises ConfigError."""
     from huggingface_hub import is_offline_mode
 
     cached = _whole_snapshot(repository, repository.revision)
@@ -146,7 +146,7 @@ def _locate(repository: Repository) -> Path | _Listing:
 
 
 def _whole_snapshot(repository: Repository, revision: str) -> Path | None:
-    """The snapshot of a revision in the cache, where it has its config and all weights."""
+    """Return the cache's snapshot of a revision, if it has its config and all weights, else None."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repository.name, CONFIG_FILE, revision=revision)
@@ -172,7 +172,7 @@ def _list(repository: Repository) -> _Listing:
                 files_metadata=True,
                 timeout=constants.HF_HUB_ETAG_TIMEOUT,
             )
-        except (AttributeError, TypeError, RecursionError) as error:  # JSON of another form than the library expects
+        except (AttributeError, TypeError, RecursionError) as error:  # the library does not expect such JSON
             raise ValueError(f"its answer describes no repository: {type(error).__name__}") from error
         commit, sizes = read_listing(info, f"{repository}: {constants.ENDPOINT}")
     if CONFIG_FILE not in sizes:
@@ -182,9 +182,9 @@ def _list(repository: Repository) -> _Listing:
 
 
 def _snapshot(listing: _Listing) -> Path:
-    """The directory of a listing's snapshot, with the configs in it.
+    """Return the directory of a listing's snapshot, after the configs were fetched.
 
-    config.json is asked for by the revision's own name, so that the cache knows that name without a network.
+    config.json is asked for by the name of the revision, so that the cache knows that name without a network.
     """
     from huggingface_hub import hf_hub_download
 
@@ -199,7 +199,7 @@ def _snapshot(listing: _Listing) -> Path:
 
 
 def _fetch_files(listing: _Listing, directory: Path, names: Sequence[str], bar: Any = None) -> None:
-    """Bring those files into a snapshot that it lacks and the repository has, one after the other."""
+    """Fetch those of the files that the repository has and the snapshot lacks, one after the other."""
     from huggingface_hub import hf_hub_download
 
     bar = _library_bar() if bar is None else bar
@@ -211,7 +211,7 @@ def _fetch_files(listing: _Listing, directory: Path, names: Sequence[str], bar: 
 
 
 def _weight_files(listing: _Listing, directory: Path) -> list[str]:
-    """The safetensors of a repository, one or those that its index names. Raises ConfigError where there are none."""
+    """Return the repository's safetensors: one file, or those in its index. Raises ConfigError if there are none."""
     if SINGLE_FILE in listing.sizes:
         return [SINGLE_FILE]
     where = f"{listing.repository}: expected {SINGLE_FILE} or {INDEX_FILE}"
@@ -226,7 +226,7 @@ def _weight_files(listing: _Listing, directory: Path) -> list[str]:
 
 
 def _shards(directory: Path) -> list[str]:
-    """The files that a snapshot's index names, each once. Raises ConfigError for an index that is none."""
+    """Return the files that a snapshot's index names, each once. Raises ConfigError for an invalid index."""
     path = directory / INDEX_FILE
     weight_map = read_object(path, max_bytes=MAX_HEADER_BYTES).get("weight_map")
     files = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
@@ -236,7 +236,7 @@ def _shards(directory: Path) -> list[str]:
 
 
 def _write_header(listing: _Listing, name: str, path: Path) -> None:
-    """Write a file of weights with its header alone: the rest is a hole, as large as the file is."""
+    """Write a sparse file of weights: it has the true header and size, and a hole in place of the tensors."""
     from huggingface_hub import get_session, hf_hub_url
     from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
@@ -259,7 +259,7 @@ def _write_header(listing: _Listing, name: str, path: Path) -> None:
 
 
 def _room() -> tuple[Path, int]:
-    """The hub's cache, and the bytes free on its disk."""
+    """Return the folder of the hub's cache, and the free bytes on its disk."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     place = Path(HF_HUB_CACHE).expanduser().absolute()
@@ -277,17 +277,17 @@ def _check_room(repository: Repository, size: int) -> None:
 
 
 def _silent_bar() -> type:
-    """The bar of files too small for one."""
+    """Return a progress bar that shows nothing, for small files."""
     return _bar_class(lambda done, total: None, 0)
 
 
 def _library_bar() -> type:
-    """huggingface_hub's own bar, on a terminal, of files that are no longer than listed."""
+    """Return huggingface_hub's own bar, for terminals; it also refuses files that are longer than listed."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     class Bar(tqdm):
         def __init__(self, *arguments: Any, name: str | None = None, **options: Any) -> None:
-            # bytes on the wire, in chunks that several files share, are not the file's
+            # a bar of transfers counts chunks that several files share, not the file's bytes
             self._file = None if (name or "").endswith(".transfer") else ByteLimit()
             super().__init__(*arguments, name=name, **options)  # type: ignore[no-untyped-call]
 
@@ -300,7 +300,7 @@ def _library_bar() -> type:
 
 
 def _bar_class(progress: Progress, total: int) -> type:
-    """A class that huggingface_hub takes for a tqdm: what its bars are told adds up to one progress."""
+    """Return a class in place of tqdm for huggingface_hub; its bars add up to one call of `progress`."""
     done = 0
 
     class Bar:
@@ -321,7 +321,7 @@ def _bar_class(progress: Progress, total: int) -> type:
             progress(min(done, total), total)
 
         def ignore(self, *_: Any, **__: Any) -> None:
-            """Take what concerns the bar's looks, or bytes on the wire."""
+            """Ignore calls about the bar's looks, or bytes on the wire."""
 
         close = refresh = update_transfer = set_postfix_str = set_transfer_postfix_str = set_description = ignore
 
@@ -330,7 +330,7 @@ def _bar_class(progress: Progress, total: int) -> type:
 
 @contextmanager
 def _explained(repository: Repository) -> Iterator[None]:
-    """Turn what huggingface_hub raises into a ConfigError that says what to do."""
+    """Turn errors of huggingface_hub into a ConfigError that says what to do."""
     import httpx2
     from huggingface_hub import errors
 

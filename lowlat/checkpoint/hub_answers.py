@@ -1,7 +1,7 @@
-"""This module checks what a hub answers before any of it becomes a path, a size or a name.
+"""This module checks a hub's answers before they become a path, a size or a name.
 
-huggingface_hub names files of its cache by headers: the blob by the ETag, the snapshot by the commit. A hub, or whoever
-stands between, may write anything there. `checked` refuses what is no hash, in every answer about a file.
+huggingface_hub names files of its cache by headers: the blob by the ETag, the snapshot by the commit. A hub, or anyone
+in between, may send anything there. `checked` refuses values that are not hashes, in every answer about a file.
 """
 
 import re
@@ -23,13 +23,13 @@ ETAG = re.compile(HASH, re.IGNORECASE)
 MAX_FILES = 1 << 16
 MAX_FILE_BYTES = 1 << 50
 MAX_NAME = 1024
-_FILE: ContextVar[tuple[str, int] | None] = ContextVar("_FILE", default=None)  # asked about by `checked`: name, bytes
+_FILE: ContextVar[tuple[str, int] | None] = ContextVar("_FILE", default=None)  # the file of `checked`: name, bytes
 
 
 def read_listing(info: Any, hub: str) -> tuple[str, dict[str, int]]:
-    """The commit of a repository, and the bytes of its files by name, from what the hub says of it. Raises ConfigError.
+    """Read a repository's commit, and the bytes of its files by name, from the hub's answer. Raises ConfigError.
 
-    A name that leads out of a folder is left out: no file of a model has one.
+    Names that lead out of a folder are left out: no file of a model has one.
     """
     commit, files = getattr(info, "sha", None), getattr(info, "siblings", None) or ()
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit):
@@ -54,14 +54,14 @@ def _stays_inside(name: str) -> bool:
 
 
 class ByteLimit:
-    """A count of the bytes of the file that is being fetched; a file that is longer than listed is broken off."""
+    """A count of the bytes of the file that is being fetched, which refuses a file that is longer than listed."""
 
     def __init__(self) -> None:
         self._name, self._left = _FILE.get() or ("", 0)
         self._limited = self._left > 0
 
     def add(self, count: float) -> None:
-        """Count bytes; a negative count takes some back. Raises ConfigError for more than the hub listed."""
+        """Count bytes; a negative count subtracts. Raises ConfigError for more bytes than the hub listed."""
         self._left -= int(count)
         if self._limited and self._left < 0:
             raise ConfigError(f"{self._name}: the hub sends more bytes than it listed for it")
@@ -71,9 +71,9 @@ class ByteLimit:
 def checked(name: str, size: int) -> Iterator[None]:
     """Check every answer about a file that this thread gets while the context lasts.
 
-    size  bytes that the listing has for it; 0: it does not say
-    ConfigError is raised for an ETag, a commit or a hash that is none, a longer file, and a place that is no web
-    address or gives up the hub's encryption.
+    size  bytes of the file in the listing; 0: it has none
+    Raises ConfigError for an ETag, commit or hash that is not a hash, for a longer file, and for a redirect to an
+    address that is not http(s), or not encrypted though the hub's is.
     """
     _install()
     token = _FILE.set((name, size))
@@ -85,7 +85,7 @@ def checked(name: str, size: int) -> Iterator[None]:
 
 @cache
 def _install() -> None:
-    """Have huggingface_hub's own function for a file's metadata checked: all its names of files come from there."""
+    """Wrap huggingface_hub's function for a file's metadata with checks: its cache's file names come from there."""
     from huggingface_hub import errors, file_download
 
     asked = file_download.get_hf_file_metadata
@@ -93,11 +93,11 @@ def _install() -> None:
     @wraps(asked)
     def get_hf_file_metadata(url: str, *arguments: Any, **options: Any) -> Any:
         file = _FILE.get()
-        if file is None:  # somebody else's download in this process
+        if file is None:  # another download in this process, which is not lowlat's
             return asked(url, *arguments, **options)
         try:
             found = asked(url, *arguments, **options)
-        except errors.RemoteEntryNotFoundError as error:  # its answer names a folder of the cache, too
+        except errors.RemoteEntryNotFoundError as error:  # this answer also names a folder of the cache
             _check_hash(file[0], "X-Repo-Commit", _commit_of(error.response.headers), COMMIT)
             raise
         _check_metadata(url, file, found)

@@ -19,7 +19,7 @@ class _DuplicateKeyError(ValueError):
 
 
 def shown(value: object) -> str:
-    """The value as an error message shows it, cut to a readable length."""
+    """Return the value as an error message shows it, cut to a readable length."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
@@ -55,7 +55,7 @@ def _check_depth(value: Any, label: str) -> None:
 def parse_object(data: bytes, label: str, *, take_infinity: bool = False) -> dict[str, Any]:
     """Decode one JSON object; label names the source in messages.
 
-    take_infinity  let NaN and Infinity through, for whoever reads the key to refuse
+    take_infinity  accept NaN and Infinity; the reader of the key refuses them
     Raises ConfigError for anything that is not UTF-8, not JSON, not an object, holds NaN, Infinity, a duplicate
     key or more than 32 levels.
     """

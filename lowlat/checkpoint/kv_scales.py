@@ -1,8 +1,8 @@
-"""Quantised checkpoints store the scales of a KV cache of 8 bits next to the weights of attention; this reads them.
+"""This module reads the scales of an 8-bit KV cache, which quantised checkpoints store beside attention's weights.
 
 Names: `self_attn.k_scale` and `self_attn.v_scale` (compressed-tensors), `self_attn.k_proj.k_scale` and
 `self_attn.v_proj.v_scale` (ModelOpt), `self_attn.k_proj.output_scale` and `self_attn.v_proj.output_scale` (older
-exports of both); a single `self_attn.kv_scale` holds for keys and values. A layer with one scale has it for all KV
+exports of both); a single `self_attn.kv_scale` holds for keys and values. If a layer has one scale, it holds for all KV
 heads. A cached value is its code times the scale.
 """
 
@@ -16,11 +16,11 @@ from lowlat.kernels.reference.attention.kv_codes import LARGEST, SMALLEST
 
 __all__ = ["LayerScales", "kv_scale_names", "read_kv_scales"]
 
-LayerScales = tuple[tuple[float, ...], tuple[float, ...]]  # of keys and of values, by KV head
+LayerScales = tuple[tuple[float, ...], tuple[float, ...]]  # scales of keys and of values, by KV head
 
 
 def kv_scale_names(layer: int, stem: str = "model") -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names that the scales of a layer's keys, and of its values, may have; the first that is there holds.
+    """Return the possible names of the scales of a layer's keys, and of its values; the first one that exists holds.
 
     stem  the beginning of the decoder's names
     """
@@ -35,11 +35,11 @@ def kv_scale_names(layer: int, stem: str = "model") -> tuple[tuple[str, ...], tu
 def read_kv_scales(
     checkpoint: Checkpoint | None, kv_heads: Mapping[int, int], stem: str = "model"
 ) -> tuple[LayerScales, ...]:
-    """The scales of every layer with a cache, rounded to bfloat16; 1 where the checkpoint has none, or None is given.
+    """Read the scales of all layers with a cache, rounded to bfloat16; 1 without a checkpoint or without scales in it.
 
     kv_heads  key-value heads by the layer's number
     stem      the beginning of the decoder's names
-    Raises ConfigError for a dtype, a shape or a value that no scale of so many heads has, naming file and tensor.
+    Raises ConfigError, with file and tensor, for a dtype, shape or value that no scales of so many heads can have.
     """
     entries = {} if checkpoint is None else checkpoint.entries
     wanted = [

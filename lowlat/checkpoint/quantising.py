@@ -1,6 +1,6 @@
-"""This module quantises plain weights on their way to an executor: it rounds linear layers to nearest.
+"""This module quantises plain weights while they are loaded: it rounds the matrices of linear layers to nearest.
 
-The matrices of a layer become the parts of their format one at a time; there is never a second copy of all of them.
+It turns one matrix at a time into the parts of its format, so that there is never a second copy of all of them.
 """
 
 import math
@@ -16,22 +16,22 @@ from lowlat.kernels.formats import ROUNDED_FORMATS, DenseFormat, matrix_name
 
 __all__ = ["LAYERS", "QuantisedWeights", "Quantiser", "quantised", "rounding_bytes"]
 
-# canonical names of linear layers; the LM head is by choice
+# canonical names of linear layers; the LM head is optional
 LAYERS = ("qkv", "qk", "q", "kv", "o", "gate", "delta_in", "delta_out", "gate_up", "down", "fc")
 LM_HEAD = "lm_head"
 SUFFIX = ".weight"
-CHUNK = 4 << 20  # numbers that are rounded at once
-COPIES = 5  # float32 copies of them, at most
+CHUNK = 4 << 20  # numbers that are rounded at a time
+COPIES = 5  # the most float32 copies of a chunk
 
 
 @dataclass(frozen=True)
 class Quantiser:
-    """The rounding of a model's linear layers, those of experts among them: to FP8 by row, or to INT4 in groups.
+    """The rounding of a model's linear layers, also in experts: to FP8 by row, or to INT4 in groups.
 
-    kind     in `ROUNDED_FORMATS`
-    lm_head  whether the LM head is among them
-    option   that asked for it, for messages
-    group    inputs that share a scale, of a kind with several such numbers
+    kind     a key of `ROUNDED_FORMATS`
+    lm_head  whether the LM head is rounded, too
+    option   the option that asked for it, for messages
+    group    the number of inputs that share a scale, for kinds with a choice of it
     """
 
     kind: Literal["fp8", "int4"]
@@ -40,26 +40,26 @@ class Quantiser:
     group: int = 128
 
     def fitted(self, *widths: int) -> "Quantiser":
-        """The same with the largest group size that divides all these numbers of inputs; the smallest if none does."""
+        """Return a copy with the largest group size that divides all these numbers of inputs, or the smallest one."""
         common, groups = math.gcd(*widths), [each.block for each in ROUNDED_FORMATS[self.kind]]
         return replace(self, group=max((group for group in groups if common % group == 0), default=min(groups)))
 
     @property
     def packed(self) -> DenseFormat:
-        """The format of the layers."""
+        """The format of the rounded layers."""
         known = ROUNDED_FORMATS[self.kind]
         return next((each for each in known if each.block == self.group), known[-1])
 
     def takes(self, weight: str) -> bool:
-        """Whether a canonical weight is a matrix that is rounded."""
+        """Whether this quantiser rounds a canonical weight."""
         owner, _, part = weight.rpartition(".")
         name = owner.rpartition(".")[2]
         return part == "weight" and (name in LAYERS or (self.lm_head and name == LM_HEAD))
 
     def specs(self, weight: str, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Names, shapes and dtypes of the parts of a matrix, or of a stack of them.
+        """Return names, shapes and dtypes of the parts of a matrix, or of a stack of matrices.
 
-        Raises ConfigError for one that the format cannot hold.
+        Raises ConfigError if the format cannot hold it.
         """
         *outer, rows, columns = shape
         if columns % self.packed.block:
@@ -74,7 +74,7 @@ class Quantiser:
         return {f"{owner}.{part}": ((*outer, *own), dtype) for part, (own, dtype) in specs.items()}
 
     def parts(self, weight: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of a matrix by name. Raises ConfigError as `specs` does, and for numbers that are not finite."""
+        """Round a matrix; returns its parts by name. Raises ConfigError as `specs` does, and for NaN and infinity."""
         specs, step = self.specs(weight, tuple(tensor.shape)), max(1, CHUNK // tensor.shape[-1])
         made = {name: torch.empty(shape, dtype=dtype, device=tensor.device) for name, (shape, dtype) in specs.items()}
         rows, wholes = tensor.flatten(0, -2), {name: whole.flatten(0, -2) for name, whole in made.items()}
@@ -89,7 +89,7 @@ class Quantiser:
 
 
 def quantised(weights: Mapping[str, torch.Tensor], quantiser: Quantiser) -> dict[str, torch.Tensor]:
-    """Weights in memory with their linear layers by part. Raises ConfigError as `Quantiser.parts` does."""
+    """Return weights in memory with linear layers as parts. Raises ConfigError as `Quantiser.parts` does."""
     made: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         made.update(quantiser.parts(name, tensor) if quantiser.takes(name) else {name: tensor})
@@ -97,7 +97,7 @@ def quantised(weights: Mapping[str, torch.Tensor], quantiser: Quantiser) -> dict
 
 
 def rounding_bytes(shapes: Mapping[str, torch.Tensor]) -> int:
-    """Host memory in which weights are rounded one matrix at a time: the parts of the largest one, and some numbers.
+    """Return the bytes of host memory for rounding a matrix at a time: the largest one's parts, and float32 copies.
 
     shapes  tensors of the rounded weights' shapes and dtypes
     """
@@ -110,7 +110,7 @@ def rounding_bytes(shapes: Mapping[str, torch.Tensor]) -> int:
 
 
 class QuantisedWeights(WeightSource):
-    """Another source's weights, linear layers by part; a tied LM head that is rounded is a matrix of its own."""
+    """Another source's weights with linear layers as parts; a tied LM head that is rounded is a matrix of its own."""
 
     def __init__(self, source: WeightSource, quantiser: Quantiser) -> None:
         self._source = source

@@ -1,7 +1,7 @@
-"""A recipe says which stored tensors make one canonical weight, and how.
+"""A recipe describes which stored tensors make a canonical weight, and how.
 
-All recipes are checked against the files' headers before the first byte is read. Rows of a stored tensor can be placed
-without reading all of it. `lowlat.checkpoint.stored` reads the tensors.
+All recipes are checked against the files' headers before a tensor is read. Rows of a stored tensor can be placed
+without the rest of it. `stored` reads the tensors.
 """
 
 import math
@@ -42,23 +42,23 @@ class Piece:
 
     @property
     def made(self) -> tuple[int, ...]:
-        """The shape of the piece's rows in the weight."""
+        """The shape of the rows that it gives."""
         return self.shape if self.conversion is None else self.conversion.shape
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes that the stored tensor may have."""
+        """The shapes in which it may be stored."""
         return (self.shape,) if self.conversion is None else (self.shape, *self.conversion.also)
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """The conversion of a tensor, which is read whole, to rows of a part of a quantised weight.
+    """The conversion of a stored tensor, read whole, to rows of a weight or of a part of a quantised one.
 
-    shape   of the rows
-    dtypes  of the stored tensor, by the names of safetensors
-    make    converts the stored tensor, and those of `beside`, to the rows, in any dtype that converts exactly. Its
-            first argument names file and tensor; it raises ConfigError for values that are not implemented
+    shape   the shape of the rows
+    dtypes  the dtypes in which the tensor may be stored, as safetensors names them
+    make    make(label, tensor, *beside) returns the rows, in any dtype that converts exactly. The label names file and
+            tensor; it raises ConfigError for values that are not implemented
     also    shapes that the tensor may have besides its piece's
     beside  small tensors that are read with it
     """
@@ -72,14 +72,14 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one canonical weight is made from stored pieces.
+    """The recipe of one canonical weight, made of stored pieces.
 
     rows                    pieces stacked along dimension 0
     deinterleave            [E, 2I, ...], gate and up rows alternating -> all gate rows, then all up rows
     transpose               [E, in, out] -> [E, out, in]
     transpose_deinterleave  [E, N, 2I] -> [E, 2I, N], gate rows first
     count                   number of matrices in the stacked rows: [E * N, ...] -> [E, N, ...]; None: they stay rows
-    other                   the recipe of the same weight for files that do not have these tensors; see `chosen_recipes`
+    other                   a recipe of the same weight for files without these tensors; see `chosen_recipes`
     """
 
     weight: str
@@ -106,14 +106,14 @@ class Recipe:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def stored_dtypes(self, piece: Piece) -> tuple[str, ...]:
-        """The dtypes that one of the pieces may be stored in."""
+        """Return the dtypes in which one of the pieces may be stored."""
         if piece.conversion is not None:
             return piece.conversion.dtypes
         return FLOATS if self.dtype.is_floating_point else ("U8",)
 
 
 def picked_piece(piece: Piece, spans: tuple[Span, ...]) -> Piece:
-    """A piece with some of its rows, in the order of spans."""
+    """Return a piece with some of another's rows, span after span."""
     inner = piece.conversion
 
     def pick(label: str, stored: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
@@ -127,12 +127,12 @@ def picked_piece(piece: Piece, spans: tuple[Span, ...]) -> Piece:
 
 
 def reshaped_piece(name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> Piece:
-    """A piece whose rows have another shape than the stored tensor."""
+    """Return the piece of a stored floating-point tensor that has another shape in its weight."""
     return Piece(name, stored, Conversion(shape, FLOATS, lambda _label, tensor: tensor.reshape(shape)))
 
 
 def renamed_piece(piece: Piece, rename: Callable[[str], str]) -> Piece:
-    """A piece with other tensor names."""
+    """Return a piece with other names of stored tensors."""
     conversion = piece.conversion
     if conversion is not None and conversion.beside:
         conversion = replace(conversion, beside=tuple(renamed_piece(each, rename) for each in conversion.beside))
@@ -140,17 +140,17 @@ def renamed_piece(piece: Piece, rename: Callable[[str], str]) -> Piece:
 
 
 def renamed_recipe(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:
-    """A recipe with other tensor names."""
+    """Return a recipe of the same weight with other names of stored tensors."""
     pieces = tuple(renamed_piece(piece, rename) for piece in recipe.pieces)
     other = None if recipe.other is None else renamed_recipe(recipe.other, rename)
     return replace(recipe, pieces=pieces, other=other)
 
 
 def chosen_recipes(recipes: Sequence[Recipe], names: Collection[str] | None, *, others: bool) -> list[Recipe]:
-    """The recipes, with `other` in place of a recipe whose tensors the files do not have.
+    """Choose between each recipe and its `other`, by the tensors that the files have.
 
-    names   of stored tensors; None: unknown
-    others  whether `other` is taken if names are unknown
+    names   names of the stored tensors; None: they are not known
+    others  whether to choose `other` if the names are not known
     """
 
     def chosen(recipe: Recipe) -> Recipe:
@@ -163,8 +163,8 @@ def chosen_recipes(recipes: Sequence[Recipe], names: Collection[str] | None, *, 
 def check_recipes(checkpoint: Checkpoint, recipes: Sequence[Recipe], ignored: Collection[str] = ()) -> None:
     """Compare recipes with headers; refuse tensors that are missing, surplus, or of another shape or dtype.
 
-    ignored names stored tensors that are not read; every other tensor without a recipe is surplus. Raises ConfigError
-    naming file, tensor, expected and found.
+    ignored  stored tensors that are not read; any other tensor without a recipe is surplus
+    Raises ConfigError with file, tensor, expected and found.
     """
     wanted: set[str] = set()
     for recipe in recipes:
@@ -181,7 +181,7 @@ def check_recipes(checkpoint: Checkpoint, recipes: Sequence[Recipe], ignored: Co
 
 
 def _check_piece(checkpoint: Checkpoint, piece: Piece, dtypes: tuple[str, ...]) -> str:
-    """Compare one piece with its header; its name."""
+    """Compare one piece with its header; returns its name."""
     entry = checkpoint.entries.get(piece.name)
     if entry is None:
         raise ConfigError(
@@ -197,9 +197,9 @@ def _check_piece(checkpoint: Checkpoint, piece: Piece, dtypes: tuple[str, ...]) 
 
 
 def placed_rows(recipe: Recipe, out: torch.Tensor, offset: int, first: int, count: int) -> torch.Tensor:
-    """Where rows [first, first + count) of a stored tensor go in the canonical weight, contiguous.
+    """Return the contiguous place of rows [first, first + count) of a stored tensor in the canonical weight.
 
-    offset  rows of the pieces before this one; the other arrangements have one piece, whose first dimension they keep
+    offset  rows of the pieces before; arrangements other than "rows" have one piece, and keep its first dimension
     """
     start = offset + first if recipe.arrange == "rows" else first
     return (out if recipe.count is None else out.flatten(0, 1))[start : start + count]
@@ -220,7 +220,7 @@ def place_rows(recipe: Recipe, placed: torch.Tensor, stored: torch.Tensor) -> No
 
 
 def check_values(recipe: Recipe, entry: TensorEntry, placed: torch.Tensor, first: int) -> None:
-    """Refuse NaN, infinity, and finite values that the compute dtype cannot hold; first is that of `placed_rows`."""
+    """Refuse NaN, infinity, and finite values that overflow the compute dtype; first: see `placed_rows`."""
     if not recipe.dtype.is_floating_point:
         return
     note = (

@@ -1,7 +1,7 @@
-"""A weight source is a mapping whose tensors need not be in memory yet, and are streamed one at a time.
+"""A weight source is a mapping whose tensors need not be in memory yet; they are streamed one at a time.
 
-The code that places weights asks `streamed` for them and keeps copies of its own; the original is then freed, so a
-model larger than the host's memory reaches a device.
+Executors take the tensors from `streamed` and keep copies of their own. Each original is then freed, so that a model
+larger than the host's memory can reach a device.
 """
 
 import mmap
@@ -17,34 +17,34 @@ Named = tuple[tuple[str, ...], torch.Tensor]  # one tensor under all its names
 
 
 class WeightSource(Mapping[str, torch.Tensor]):
-    """Canonical weights, any of which may be made again at each look-up: tensors cannot be compared by `is`."""
+    """Canonical weights; a look-up may make a tensor anew each time, so do not compare tensors by `is`."""
 
     @abstractmethod
     def stream(self, arena: torch.Tensor | None = None) -> Generator[Named, None, None]:
-        """Every tensor once, on the CPU, under all its names, in a fixed order.
+        """Yield each tensor once, on the CPU, with all its names, in a fixed order.
 
-        arena  uint8, `arena_bytes` long at least: tensors lie in it, and one is good until the next is asked for;
-               None: they have memory of their own, and are the caller's to keep
-        Parts of a quantised weight come one after the other, and all are good until the tensor after them.
+        arena  [n] uint8, n >= `arena_bytes`: tensors lie in it, and each is valid until the next is asked for;
+               None: they have memory of their own, and the caller may keep them
+        Parts of a quantised weight come one after the other, and all are valid until the tensor after them.
         """
 
     @abstractmethod
     def shapes(self) -> dict[str, torch.Tensor]:
-        """Tensors of every name's shape and dtype without content; names of one tensor have the same."""
+        """Return tensors without content with the shape and dtype of each name; names of one tensor share one."""
 
     @property
     @abstractmethod
     def arena_bytes(self) -> int:
-        """Size of the arena in which a stream reads ahead while its caller still uses the last tensor handed out."""
+        """Bytes of the arena that a stream needs to read ahead while its caller still uses the last tensor."""
 
     @property
     def made_bytes(self) -> int:
-        """The most host memory next to the arena that a stream takes to make tensors; 0 where all are read."""
+        """Most bytes of host memory beside the arena that a stream uses to make tensors; 0 if it only reads."""
         return 0
 
 
 class JoinedWeights(WeightSource):
-    """Several mappings as one, streamed one after the other; no name may be in two of them."""
+    """Several mappings joined, and streamed one after the other; no name may be in two of them."""
 
     def __init__(self, *parts: Mapping[str, torch.Tensor]) -> None:
         self._parts = parts
@@ -66,7 +66,7 @@ class JoinedWeights(WeightSource):
         return any(name in part for part in self._parts)
 
     def stream(self, arena: torch.Tensor | None = None) -> Generator[Named, None, None]:
-        """See `WeightSource.stream`; tensors of an ordinary mapping are its own."""
+        """See `WeightSource.stream`; tensors of a plain mapping are yielded as they are."""
         for part in self._parts:
             yield from part.stream(arena) if isinstance(part, WeightSource) else _by_tensor(part)
 
@@ -76,17 +76,17 @@ class JoinedWeights(WeightSource):
 
     @property
     def arena_bytes(self) -> int:
-        """The most that a part needs."""
+        """The largest arena of a part."""
         return max((part.arena_bytes for part in self._parts if isinstance(part, WeightSource)), default=0)
 
     @property
     def made_bytes(self) -> int:
-        """The most that a part takes."""
+        """The largest number of a part."""
         return max((part.made_bytes for part in self._parts if isinstance(part, WeightSource)), default=0)
 
 
 class PlacedWeights(WeightSource):
-    """Weights that are already on their device, and are dropped as they are streamed: they can be streamed once."""
+    """Weights that are already on their device; the stream gives each tensor away, so it can run only once."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, torch.Tensor] = {}
@@ -107,7 +107,7 @@ class PlacedWeights(WeightSource):
         return len(self._shapes)
 
     def stream(self, arena: torch.Tensor | None = None) -> Generator[Named, None, None]:
-        """See `WeightSource.stream`; each tensor is the caller's alone."""
+        """See `WeightSource.stream`; only the caller holds the tensor."""
         together: dict[int, list[str]] = {}
         for name, tensor in self._waiting.items():
             together.setdefault(id(tensor), []).append(name)
@@ -125,16 +125,16 @@ class PlacedWeights(WeightSource):
 
     @property
     def arena_bytes(self) -> int:
-        """None is needed: nothing is read."""
+        """0: nothing is read."""
         return 0
 
 
 @contextmanager
 def streamed(source: Mapping[str, torch.Tensor], device: torch.device) -> Iterator[Iterator[Named]]:
-    """Every tensor of a mapping once, under all its names, to be placed on `device`; the context ends the reading.
+    """Give each tensor of a mapping once, with all its names, to be placed on `device`; the context ends the reading.
 
-    On the CPU a tensor may be kept. For another device it must be copied before the next is asked for: a stream's own
-    memory is used again and, for a CUDA device, pinned.
+    On the CPU the caller may keep a tensor. For another device it must copy it before it asks for the next: the stream
+    reuses its memory, which is pinned for a CUDA device.
     """
     if not isinstance(source, WeightSource):
         yield _by_tensor(source)
@@ -147,7 +147,7 @@ def streamed(source: Mapping[str, torch.Tensor], device: torch.device) -> Iterat
 
 
 def shapes_of(source: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Shapes and dtypes by name; no weight is read for it."""
+    """Return tensors of shapes and dtypes by name, without reading a weight."""
     return source.shapes() if isinstance(source, WeightSource) else source
 
 
@@ -161,11 +161,11 @@ def _by_tensor(source: Mapping[str, torch.Tensor]) -> Iterator[Named]:
 
 @contextmanager
 def _arena(size: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """Host memory for a stream: of huge pages where there are some, pinned where the device is a CUDA one.
+    """Allocate host memory for a stream, in huge pages if there are any, and pinned for a CUDA device.
 
-    A pinned copy is several times as fast as one that the driver stages. Where the system refuses, it is pageable.
+    Copies from pinned memory are several times as fast as staged ones. If the system refuses to pin, it is pageable.
     """
-    memory = mmap.mmap(-1, size)  # given back to the system at the end, which torch's pinned allocator does not do
+    memory = mmap.mmap(-1, size)  # the system gets it back at the end; torch's pinned allocator would keep it
     with suppress(OSError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     arena = torch.frombuffer(memory, dtype=torch.uint8)
@@ -181,6 +181,6 @@ def _arena(size: int, device: torch.device) -> Iterator[torch.Tensor]:
 def _pin(arena: torch.Tensor, device: torch.device) -> bool:
     if int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0)) == 0:
         return True
-    with suppress(RuntimeError):  # the next launch reports the refusal as if it were its own: this one takes it
+    with suppress(RuntimeError):  # the next launch would report the refusal as its own error: this one absorbs it
         torch.zeros(1, device=device)
     return False

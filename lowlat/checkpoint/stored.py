@@ -1,8 +1,8 @@
-"""Stored weights stay in their files: each look-up reads, arranges and checks them.
+"""This module reads weights from their files: each look-up reads, arranges and checks them.
 
-A stream reads ahead: a few threads read and arrange pieces of some megabytes each, straight into their place where
-nothing has to be changed, while the caller uses what was ready before. The memory between files and caller is bounded
-by `arena_bytes`, about two of the largest tensors.
+A stream reads ahead. A few threads read and arrange pieces of some megabytes each, while the caller uses the tensors
+before; pieces that need no change are read straight into their place. The memory between files and caller is at most
+`arena_bytes`, about two of the largest tensors.
 """
 
 import os
@@ -22,7 +22,7 @@ from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry
 
 __all__ = ["Group", "StoredWeights", "Weights", "ahead_bytes"]
 
-CHUNK_BYTES = 8 << 20  # fits a core's caches with its copy: the check for NaN then reads no memory
+CHUNK_BYTES = 8 << 20  # fits a core's caches with its copy, so that the check for NaN hits the cache
 MAX_READERS = 4
 MIN_AHEAD_BYTES = 64 << 20
 ALIGNMENT = 4096
@@ -32,26 +32,26 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Group:
-    """Recipes whose weights are made together; `finish` checks or mends them before they are handed out."""
+    """Recipes whose weights are made together; `finish` checks or corrects them before the caller gets them."""
 
     recipes: tuple[Recipe, ...]
     finish: Callable[[Weights], None] | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its weights, each at an aligned place."""
+        """Bytes of its weights, each aligned."""
         return sum(_aligned(recipe.num_bytes) for recipe in self.recipes)
 
 
 def ahead_bytes(groups: Sequence[Group]) -> int:
-    """Room for two of the largest groups, one being placed while the next is read; 64 MiB where these are small."""
+    """Return bytes for two of the largest groups, one in use while the next is read; 64 MiB if groups are small."""
     sizes = [group.num_bytes for group in groups]
     return min(sum(sizes), max(2 * max(sizes), MIN_AHEAD_BYTES)) if sizes else 0
 
 
 @dataclass
 class _Reading:
-    """A group on its way: its tensors, and what the readers still have to do."""
+    """A group that is being read: its tensors, and the readers' jobs."""
 
     group: Group
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -61,10 +61,10 @@ class _Reading:
 class StoredWeights(WeightSource):
     """Weights by canonical name; each look-up reads the files again, `stream` reads them all once.
 
-    checkpoint  opened, and compared with the recipes
-    groups      in the order of the stream
-    aliases     a second name -> the name of the weight that it is; one at most for a weight
-    progress    called with (bytes read, bytes in all) as a stream goes on
+    checkpoint  an open checkpoint, checked against the recipes
+    groups      the groups of recipes, in the order of the stream
+    aliases     second name -> name of a weight; at most one for each weight
+    progress    called with (bytes read, bytes in all) during a stream
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class StoredWeights(WeightSource):
         return ahead_bytes(self._groups)
 
     def loaded(self) -> dict[str, torch.Tensor]:
-        """All of them at once, in memory of their own. Raises ConfigError as `stream` does."""
+        """Read all weights into memory of their own. Raises ConfigError as `stream` does."""
         return {name: tensor for names, tensor in self.stream() for name in names}
 
     def stream(self, arena: torch.Tensor | None = None) -> Generator[Named, None, None]:
@@ -138,7 +138,7 @@ class StoredWeights(WeightSource):
                 room.release()
 
     def _start(self, group: Group, memory: torch.Tensor | None, files: OpenFiles, pool: ThreadPoolExecutor) -> _Reading:
-        """Make room for a group's weights and hand its pieces to the readers."""
+        """Allocate a group's weights, and submit its pieces to the readers."""
         reading = _Reading(group)
         at = 0
         for recipe in group.recipes:
@@ -166,7 +166,7 @@ class StoredWeights(WeightSource):
         return reading
 
     def _convert(self, files: OpenFiles, recipe: Recipe, piece: Piece, placed: torch.Tensor) -> int:
-        """Read a piece whole and place what it becomes; returns its bytes. Runs on a reader. Raises ConfigError."""
+        """Read a piece whole, convert and place it; returns its bytes. Runs on a reader. Raises ConfigError."""
         conversion = piece.conversion
         if conversion is None:
             raise ValueError(f"{piece.name} is read as it is")
@@ -190,7 +190,7 @@ class StoredWeights(WeightSource):
         return reading.weights
 
 
-_scratch = threading.local()  # of a reader, used again for every piece: fresh memory costs more than reading does
+_scratch = threading.local()  # a reader's memory, reused for each piece: to allocate it anew costs more than to read
 
 
 def _read(files: OpenFiles, recipe: Recipe, entry: TensorEntry, placed: torch.Tensor, first: int) -> int:
@@ -213,7 +213,7 @@ def _read(files: OpenFiles, recipe: Recipe, entry: TensorEntry, placed: torch.Te
 
 @contextmanager
 def _readers() -> Iterator[ThreadPoolExecutor]:
-    """Threads that read, each computing alone; what was not begun is dropped at the end."""
+    """Make threads that read, each without torch threads of its own; jobs not begun are cancelled at the end."""
     count = min(MAX_READERS, len(os.sched_getaffinity(0)))
     # torch would start a team of threads for each reader
     pool = ThreadPoolExecutor(count, "lowlat-read", initializer=torch.set_num_threads, initargs=(1,))
@@ -221,18 +221,18 @@ def _readers() -> Iterator[ThreadPoolExecutor]:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(torch.get_num_threads())  # a reader's choice would hold for threads yet to come
+        torch.set_num_threads(torch.get_num_threads())  # otherwise a reader's number would hold for new threads
 
 
 class _Ring:
-    """Places in a ring of memory, given out and taken back in the same order."""
+    """A ring of memory whose places are taken and released in the same order."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._taken: deque[tuple[int, int]] = deque()
 
     def take(self, size: int) -> int | None:
-        """The start of so many free bytes in one piece, or None while there are none."""
+        """Take `size` contiguous bytes; returns their start, or None if they are not free."""
         start: int | None = 0
         if self._taken:
             oldest, end = self._taken[0][0], self._taken[-1][1]
@@ -243,7 +243,7 @@ class _Ring:
         return start
 
     def release(self) -> None:
-        """Give back the oldest."""
+        """Release the oldest place."""
         self._taken.popleft()
 
 

@@ -1,6 +1,6 @@
 """This module reads safetensors directories as untrusted input: one file or shards, headers checked first.
 
-It knows names, dtypes, shapes and bytes, and nothing of models. No other weight format is read: pickles run code.
+It handles names, dtypes, shapes and bytes, and knows nothing of models. It reads no other format: pickles run code.
 """
 
 import math
@@ -34,18 +34,18 @@ __all__ = [
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-QUANTISATION_FILE = "hf_quant_config.json"  # ModelOpt's, next to config.json
+QUANTISATION_FILE = "hf_quant_config.json"  # ModelOpt's, beside config.json
 MAX_HEADER_BYTES = 100 << 20
 MAX_DIMENSIONS = 8
 MAX_EXTENT = 1 << 40
 
-# dtypes of the format -> torch's, for those that lowlat reads
+# safetensors' dtypes that lowlat reads -> torch's
 DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
     "U8": torch.uint8,
-    "F8_E4M3": torch.uint8,  # as their bits
+    "F8_E4M3": torch.uint8,  # as bits
     "BOOL": torch.bool,
     "I32": torch.int32,
     "I64": torch.int64,
@@ -55,7 +55,7 @@ FLOAT_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies, as its file's header says: checked against the file's size."""
+    """The place of a tensor in its file, by the header, which was checked against the file's size."""
 
     name: str
     file: Path
@@ -63,22 +63,22 @@ class TensorEntry:
     shape: tuple[int, ...]
     num_bytes: int
     offset: int  # of its first byte in the file
-    stamp: tuple[int, int]  # of the file when its header was read: bytes, and time of change in ns
+    stamp: tuple[int, int]  # the file's bytes and modification time in ns when its header was read
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one entry of the first dimension; of the whole tensor where there is none."""
+        """Bytes of one index of the first dimension; of the whole tensor if it has no dimensions."""
         return self.num_bytes // max(1, self.shape[0]) if self.shape else self.num_bytes
 
 
 def check_finite(tensor: torch.Tensor, label: str, *, first: int = 0, total: int | None = None) -> None:
-    """Raise ConfigError naming the first element that is NaN or infinite; no copy of the tensor is made.
+    """Raise ConfigError with the first element that is NaN or infinite; it makes no copy of the tensor.
 
-    first and total place the tensor's elements within a larger one, for the message.
+    first, total  the tensor's first element in a larger one, and the number of elements of that, for the message
     """
     if not tensor.numel():
         return
-    # one pass, and a NaN anywhere makes both NaN; isfinite was measured at a fortieth of its speed
+    # aminmax is one pass, and any NaN makes both bounds NaN; isfinite ran at a fortieth of its speed
     if all(math.isfinite(float(bound)) for bound in torch.aminmax(tensor)):
         return
     flat = tensor.reshape(-1)
@@ -93,7 +93,7 @@ def _non_negative(value: Any) -> bool:
 
 
 def _entry(name: str, value: Any, file: Path, base: int, stamp: tuple[int, int]) -> TensorEntry:
-    """The entry of a tensor in a file whose tensors begin at byte `base`."""
+    """Read the entry of a tensor in a file whose tensors begin at byte `base`."""
     label = f"{file}: header of tensor {shown(name)}"
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise ConfigError(f"{label}: expected dtype, shape and data_offsets, found {shown(value)}")
@@ -115,10 +115,10 @@ def _entry(name: str, value: Any, file: Path, base: int, stamp: tuple[int, int])
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Every tensor that a safetensors file declares, in file order, its byte ranges checked to tile the file.
+    """Read the entries of a safetensors file, in file order, and check that their byte ranges tile the file.
 
-    Raises ConfigError for a file that is short, a header length that lies, a header that is not JSON, duplicate
-    keys, unknown dtypes, ranges that overlap, leave gaps, or disagree with the shapes.
+    Raises ConfigError for a file that is too short, a wrong header length, a header that is not JSON, duplicate keys,
+    unknown dtypes, and ranges that overlap, leave gaps, or disagree with the shapes.
     """
     try:
         if not file.is_file():
@@ -156,15 +156,15 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _stamp(descriptor: int) -> tuple[int, int]:
-    """The properties by which a changed file is noticed."""
+    """Return size and modification time, by which a changed file is noticed."""
     found = os.fstat(descriptor)
     return found.st_size, found.st_mtime_ns
 
 
 class OpenFiles:
-    """Files opened once each and read by any number of threads, into memory that the caller gives.
+    """Files that are opened once each, and that any number of threads read into the caller's memory.
 
-    pread and not mmap: under mmap a file that is truncated while it is read kills the process, and memory is filled
+    It uses pread, not mmap: with mmap a file that is truncated while it is read kills the process, and memory is filled
     a page at a time.
     """
 
@@ -194,11 +194,11 @@ class OpenFiles:
             raise ConfigError(changed)
 
     def expect(self, entry: TensorEntry) -> None:
-        """Ask the system to read a tensor ahead; a hint, which may do nothing."""
+        """Ask the system to read a tensor ahead; this is a hint, which may do nothing."""
         try:
             os.posix_fadvise(self._descriptor(entry.file), entry.offset, entry.num_bytes, os.POSIX_FADV_WILLNEED)
         except OSError:
-            return  # whoever reads it will say why it cannot be read
+            return  # `read` will report the error
 
     def _descriptor(self, file: Path) -> int:
         with self._lock:
@@ -221,7 +221,7 @@ class OpenFiles:
 
 
 class Checkpoint:
-    """The tensors of a model directory by name, and the reading of one at a time.
+    """The tensors of a model directory by name, which are read one at a time.
 
     A directory has either model.safetensors, which wins as it does in transformers, or
     model.safetensors.index.json with shards next to it. Shards may be symbolic links, as in the hub's cache, but
@@ -246,7 +246,7 @@ class Checkpoint:
         )
 
     def main_dtype(self) -> tuple[str, str]:
-        """The dtype of the largest floating-point tensor, and where it was seen."""
+        """Return the dtype of the largest floating-point tensor, and its file."""
         floats = [entry for entry in self.entries.values() if entry.dtype in FLOAT_NAMES]
         if not floats:
             raise ConfigError(f"{self.directory}: expected floating-point tensors, found none")
@@ -254,7 +254,7 @@ class Checkpoint:
         return FLOAT_NAMES[largest.dtype], str(largest.file)
 
     def read(self, names: list[str]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Tensors in the order of names, each as stored, on the CPU; a file is opened once.
+        """Read tensors in the order of names, each as stored, on the CPU; a file is opened once.
 
         Raises ConfigError when a file changed since its header was read.
         """
@@ -267,9 +267,9 @@ class Checkpoint:
 
 
 def stored_names(directory: Path) -> Collection[str] | None:
-    """The names of a directory's tensors, by the header of its file or by its index; None where it has neither.
+    """Read the names of a directory's tensors from the header of its file or from its index; None if it has neither.
 
-    Files that an index names need not be there. Raises ConfigError.
+    Files that an index names need not exist. Raises ConfigError.
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.exists():

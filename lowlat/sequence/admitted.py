@@ -1,4 +1,4 @@
-"""This module has the requests that hold blocks of the first pool, and checks whether these balance."""
+"""This module has the record of a request that holds blocks of the first pool, and checks that all blocks balance."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +14,11 @@ __all__ = ["Admitted", "block_problems", "table_problems"]
 
 @dataclass(eq=False, slots=True)
 class Admitted:
-    """One admitted request: `digests` is its chain so far, `held` its chunks that are or were listed, by number.
+    """One admitted request.
 
-    tainted  it read KV of a poisoned request: nothing of it is shared any more
+    digests  the digests of its chunks so far
+    held     its chunks that are or were listed, by number
+    tainted  it read KV of a poisoned request: none of its chunks is shared any more
     chain    the digests of its prompt's chunks; None: the prompt may change
     """
 
@@ -32,12 +34,12 @@ class Admitted:
 
     @property
     def num_known(self) -> int:
-        """Tokens that it may read now: one whose prompt grows may wait at its last."""
+        """Tokens that prefill may read now; a request whose prompt grows may wait before its last token."""
         return len(self.prompt) - (not isinstance(self.prompt, tuple))
 
 
 def table_problems(entries: Mapping[str, Admitted], chunks: SharedChunks, moves: ChunkMoves) -> Iterator[str]:
-    """Faults of requests' tables, and of the counts of who holds a chunk, in words; nothing when all is sound."""
+    """Describe faults of requests' tables and of the chunks' counts of users; yields nothing if all is sound."""
     users: Counter[int] = Counter({id(chunk): count for chunk, count in moves.moving.items()})
     known = {id(chunk): chunk for chunk in (*chunks.index, *moves.moving)}
     for request_id, entry in entries.items():
@@ -57,7 +59,7 @@ def table_problems(entries: Mapping[str, Admitted], chunks: SharedChunks, moves:
 
 
 def block_problems(entries: Mapping[str, Admitted], chunks: SharedChunks, moves: ChunkMoves) -> Iterator[str]:
-    """Faults of blocks: each has exactly one state; one in several tables is there through the same chunk."""
+    """Describe faults of blocks: each must have one state, and tables may share a block only through one chunk."""
     pool = chunks.pool
     states = Counter(pool.free) + Counter(pool.to_clear)
     cached = {id(chunk): chunk for chunk in (*chunks.index, *moves.moving)}

@@ -1,4 +1,4 @@
-"""This pool has the blocks that nobody holds: free ones, and those that are cleared before reuse."""
+"""This module keeps the blocks of the first pool that no request or chunk holds: free ones, and those to clear."""
 
 from collections.abc import Iterable
 
@@ -8,11 +8,11 @@ __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """A pool of `num_blocks` blocks, of which block 0 is null and never handed out.
+    """A pool of `num_blocks` blocks; block 0 is the null block, which is never handed out.
 
-    free      blocks that can be handed out, a stack: the lowest on top at first
-    dirty     blocks that are held, and are to be cleared when they come back
-    to_clear  blocks that came back so
+    free      blocks that can be handed out, a stack: at first the lowest is on top
+    dirty     blocks that are held, and must be cleared after they are given back
+    to_clear  dirty blocks that were given back
     Raises ConfigError for a pool without a block.
     """
 
@@ -30,11 +30,11 @@ class BlockPool:
         return self.num_blocks - 1
 
     def take(self, count: int) -> list[int]:
-        """Free blocks, ascending: neighbours of a chunk are copied as one run, in whatever order they were freed."""
+        """Take free blocks, ascending, so that neighbours in a chunk are copied as one run."""
         return sorted(self.free.pop() for _ in range(count))
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """Blocks that nobody holds any more; dirty ones are free once they were cleared."""
+        """Give blocks back: dirty ones must be cleared before they are free."""
         for block in blocks:
             if block in self.dirty:
                 self.dirty.discard(block)
@@ -43,7 +43,7 @@ class BlockPool:
                 self.free.append(block)
 
     def take_to_clear(self) -> list[int]:
-        """Blocks that are free from here on, and that the caller clears before anything else is launched."""
+        """Free the blocks to clear, and return them: the caller clears them before it launches anything else."""
         blocks, self.to_clear = self.to_clear, []
         self.free.extend(blocks)
         return blocks

@@ -1,4 +1,4 @@
-"""These records say what a request was given, and what it takes along when it leaves its blocks."""
+"""This module has the records of the books: a request's blocks, and what it keeps when it is moved out of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ __all__ = ["Allocation", "BlockStats", "InvariantError", "MovedIn", "MovedOut"]
 
 
 class InvariantError(LowlatError):
-    """The books contradict themselves, or their protocol was broken: a defect of lowlat, never a caller's."""
+    """The books contradict themselves, or a call broke their protocol: a fault of lowlat, never of its user."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """One request's blocks, in order of position, and the prompt tokens whose state they hold already."""
+    """One request's blocks, in order of position, and the number of prompt tokens whose KV they already hold."""
 
     table: list[int]
     num_cached_tokens: int
@@ -26,11 +26,11 @@ class Allocation:
 
 @dataclass(frozen=True)
 class BlockStats:
-    """Blocks by state (they add up to num_blocks, the null block left out) and what prefix reuse saved.
+    """Blocks by state (they add up to num_blocks, without the null block), and counts of prefix reuse.
 
-    queries, query_tokens and hit_tokens count admitted requests, their prompt tokens, and those found cached.
-    num_pinned     of num_used and num_evictable, those that sessions keep
-    num_broken_pins  such blocks that went all the same, as a request had no other place
+    queries, query_tokens and hit_tokens count admitted requests, their prompt tokens, and the cached ones of these.
+    num_pinned       blocks among num_used and num_evictable that sessions pin
+    num_broken_pins  pinned blocks that were evicted all the same, because a request had no other space
     """
 
     num_blocks: int
@@ -47,10 +47,11 @@ class BlockStats:
 
 @dataclass(frozen=True)
 class MovedOut:
-    """A request's places by pool, in order of position in the first, whose contents a caller keeps meanwhile.
+    """A request that was moved out: its former places, whose contents the caller keeps until `move_in`.
 
-    table  all of its blocks of the first pool, those included whose contents nobody needs
-    own   what each pool's book remembers of the request, by the pool's name
+    places  blocks or rows by pool; those of the first pool in order of position
+    table   all of its blocks of the first pool, also those whose contents are not needed
+    own     what each pool's book needs to move the request in again, by the pool's name
     """
 
     places: Mapping[str, tuple[int, ...]]
@@ -60,9 +61,9 @@ class MovedOut:
 
 @dataclass(frozen=True)
 class MovedIn:
-    """The table of a request that came back, and by pool its places, in the order of those that it had.
+    """A request that was moved in: its new table, and its new places by pool, in the order of its former ones.
 
-    A place is None where the content is there already.
+    A place is None if its content is already on the device.
     """
 
     table: list[int]

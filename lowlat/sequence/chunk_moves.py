@@ -1,6 +1,6 @@
-"""This module has the chunks on their way between the device and the tiers, and who holds them meanwhile.
+"""This module tracks the chunks that are being copied between the device and the tiers.
 
-A chunk whose copy runs beside steps has the copy as one of its users, so that its blocks stay as they are.
+If a chunk's copy runs beside steps, the copy counts as one of the chunk's users, so that its blocks do not change.
 """
 
 from collections import Counter
@@ -20,22 +20,22 @@ __all__ = ["ChunkMoves", "GivenContents"]
 
 
 class Source(Protocol):
-    """Where contents of chunks come from.
+    """A source of contents of chunks.
 
-    apart  they are copied to the device while others decode, and are there later
+    apart  contents are copied to the device while others decode, and arrive later
     """
 
     apart: bool
 
     def find(self, key: ChunkKey) -> torch.Tensor | Presence | None:
-        """A content, [n] uint8 in host memory; COMING: it will be there; None: it is not."""
+        """Return a content, [n] uint8 in host memory; COMING: it is on its way; None: there is none."""
 
     def read_ahead(self, keys: Iterable[ChunkKey]) -> None:
-        """Contents that will be asked for."""
+        """Begin to read contents that will be asked for."""
 
 
 class GivenContents:
-    """Contents that a caller has; see `Source`."""
+    """A source of contents that the caller already has; see `Source`."""
 
     apart = False
 
@@ -54,21 +54,21 @@ class GivenContents:
 class ChunkMoves:
     """The copies of chunks that are to begin (`loads`, `saves`), and those that are under way.
 
-    moving    chunks by the copies that hold them
-    arriving  chunks whose contents are not there yet
+    moving    chunks that copies hold, and the number of these copies
+    arriving  chunks whose contents have not arrived on the device
     """
 
     def __init__(self, chunks: SharedChunks) -> None:
         self.loads: list[Load] = []
         self.saves: list[Save] = []
-        self._saved: set[ChunkKey] = set()  # of these
+        self._saved: set[ChunkKey] = set()  # the keys of `saves`
         self.moving: Counter[CachedChunk] = Counter()
         self.arriving: set[CachedChunk] = set()
-        self._found: dict[ChunkKey, torch.Tensor] = {}  # contents of other pools, while others that go with them come
+        self._found: dict[ChunkKey, torch.Tensor] = {}  # other pools' contents, until all that a prompt needs are there
         self._chunks = chunks
 
     def settle(self) -> None:
-        """Let go of chunks whose copies to or from the tiers have ended; those that did not come are nobody's hit."""
+        """Release the chunks whose copies have ended; those whose copy failed leave the index."""
         tiers = self._chunks.tiers
         if tiers is None or not (ended := tiers.take_done()):
             return
@@ -79,12 +79,12 @@ class ChunkMoves:
         self.end(ended)
 
     def hold(self, chunk: CachedChunk) -> CachedChunk:
-        """Keep a chunk's blocks as they are until `end` names it; its users have been counted."""
+        """Note that a copy holds a chunk until `end`; the caller has counted the copy as a user."""
         self.moving[chunk] += 1
         return chunk
 
     def end(self, holders: Iterable[object]) -> None:
-        """Copies of these chunks have ended."""
+        """Record that copies of these chunks have ended."""
         chunks = [holder for holder in holders if isinstance(holder, CachedChunk)]
         for chunk in chunks:
             self.moving[chunk] -= 1
@@ -98,9 +98,9 @@ class ChunkMoves:
                 self._chunks.index.touch_chain(chunk)
 
     def save(self, digests: Iterable[bytes], *, with_all_before: bool = False) -> None:
-        """Chunks whose contents are to be kept in the tiers, where they are not yet, and what comes before them is.
+        """Queue chunks for the tiers: those that are not kept there yet, but whose parents are.
 
-        with_all_before  that is among them, or in the tiers
+        with_all_before  all ancestors are among the digests, or in the tiers; the parents are not checked
         """
         if self._chunks.tiers is None:
             return
@@ -113,7 +113,7 @@ class ChunkMoves:
                 self._save(Save(ChunkKey(digest, ""), chunk.blocks, self.hold(chunk)))
 
     def save_of(self, book: PoolBook, digests: Iterable[bytes], *, spare: bool = False) -> None:
-        """The same of another pool; spare: see `Save`."""
+        """Do the same for another pool; spare: see `Save`."""
         tiers = self._chunks.tiers
         if tiers is None:
             return
@@ -134,15 +134,15 @@ class ChunkMoves:
         return key in self._saved or (self._chunks.tiers is not None and self._chunks.tiers.has(key))
 
     def take_saves(self) -> list[Save]:
-        """The contents that the caller reads for the tiers."""
+        """Take the contents that the caller must read for the tiers."""
         saves, self.saves = self.saves, []
         self._saved.clear()
         return saves
 
     def contents(self, token_ids: Sequence[int], root: bytes, count: int) -> list[tuple[int, Save]]:
-        """The contents of the first chunks of some tokens that are listed, by number; those of the first pool are held.
+        """Return the contents of a text's first chunks that are listed, by number; hold those of the first pool.
 
-        Contents without a holder are to be read before anything else is launched.
+        The caller reads contents without a holder before it launches anything else.
         """
         chain, found = self._chunks.chain(token_ids, root), list[tuple[int, Save]]()
         for k in range(count):
@@ -159,7 +159,7 @@ class ChunkMoves:
         return found
 
     def restore(self, source: Source, prompt: Sequence[int], root: bytes, count: int) -> bool:
-        """List what a source holds of a prompt's first chunks, in unused blocks; False: more is on its way."""
+        """List the contents that a source has of a prompt's first chunks, in unused blocks; False: more are coming."""
         chunks, held = self._chunks, list[CachedChunk]()
         chain, ready = chunks.chain(prompt, root), True
         for k in range(count):
@@ -195,8 +195,10 @@ class ChunkMoves:
     def _restore_of(
         self, book: PoolBook, source: Source, digests: Sequence[bytes], before: Mapping[ChunkKey, torch.Tensor]
     ) -> bool:
-        """The same of another pool. What was found `before`, and is kept until all that goes with it is there, is not
-        let go of for the rest."""
+        """Do the same for another pool.
+
+        before  contents that an earlier call found; they are kept until all contents that a prompt needs are there
+        """
         contents: dict[bytes, torch.Tensor] = {}
         coming = False
 
@@ -216,8 +218,10 @@ class ChunkMoves:
         return not coming
 
     def touch_kept(self, digests: Sequence[bytes]) -> None:
-        """Make what a prompt can go on from the newest in the tiers, from its end on: a beginning is worth something
-        without what follows, and nothing is without what comes before, or what other pools need there."""
+        """Make the contents from which a prompt can go on the newest in the tiers, the last chunk first.
+
+        A chunk is of use without its descendants, but not without its ancestors, or other pools' contents at its end.
+        """
         tiers, books = self._chunks.tiers, self._chunks.books
         if tiers is None:
             return
@@ -232,7 +236,7 @@ class ChunkMoves:
         tiers.touch([*(ChunkKey(digest, "") for digest in reversed(kept)), *ends])
 
     def forget_kept(self, digest: bytes) -> None:
-        """Take a chunk that may hold NaN out of the tiers."""
+        """Remove a chunk that may hold NaN from the tiers."""
         tiers = self._chunks.tiers
         self._found = {key: content for key, content in self._found.items() if key.digest != digest}
         if tiers is not None:

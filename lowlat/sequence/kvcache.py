@@ -1,9 +1,9 @@
-"""This module is the host's bookkeeping of paged KV: block tables, free blocks, prefix reuse, and their invariants.
+"""This module is the host's bookkeeping of paged KV: block tables, free blocks, prefix reuse, and balance checks.
 
-One table serves all layers without a window, the target's and the draft model's: the same block ids index the cache of
-each layer. Other kinds of state have pools and books of their own, see `PoolBook`. The book touches no device memory:
-the runtime writes the KV, reports what it wrote, and zeroes the blocks of `take_blocks_to_clear`. The device's stream
-orders all work, so a freed block may be given to another request at once.
+A request has one block table for all layers without a window, the target's and the draft model's: the same block ids
+index each layer's cache. Other kinds of state have pools and books of their own, see `PoolBook`. The book touches no
+memory: the runtime writes the KV, reports what it wrote, and zeroes the blocks that `take_blocks_to_clear` returns. The
+device's stream orders all work, so a freed block may be handed out at once: its next writer runs later.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
@@ -25,21 +25,21 @@ __all__ = ["KVCache"]
 
 
 class KVCache:
-    """The book of a pool of `num_blocks` blocks of `block_size` positions; block 0 is the null block.
+    """The book of the first pool: `num_blocks` blocks of `block_size` positions, of which block 0 is the null block.
 
     num_blocks      blocks in the pool, the null block included
     prefill_chunk   positions of one prefill chunk, a multiple of block_size: the unit of sharing
-    reuse           whether complete chunks written by prefill are shared
-    share_decoded   whether chunks that decoding wrote, wholly or in part, are shared, too
-    books           of other pools; this book then owns them
-    tiers           tiers of the cache below the device's memory, where prompts find chunks, too; None: there are none
+    reuse           share complete chunks written by prefill
+    share_decoded   also share chunks that decoding wrote, wholly or in part
+    books           the books of other pools, which this book calls from now on
+    tiers           the cache below the device's memory, whose chunks prompts also find; None: there is none
 
-    For a request the scheduler calls `check`, then `admit` until it fits, `append` and `mark_prefilled` for each part
-    of its prompt, and `release`. Decode steps call nothing.
+    For each request the scheduler calls `check`, then `admit` until it fits, `append` and `mark_prefilled` for each
+    part of the prompt, and `release`. Decode steps call nothing.
 
-    A block is free, in use (in a table), evictable (with unused content, free for admission), or waiting to be cleared.
-    Admission reserves the worst case, so that no step can run out of blocks. Not safe for use by several threads.
-    Raises ConfigError for sizes that cannot work.
+    Each block is free, in use (in a table), evictable (it has content but no user, so admission may take it), or
+    waiting to be cleared. Admission reserves the worst case, so that no step can run out. Not safe for use by several
+    threads. Raises ConfigError for sizes that cannot work.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class KVCache:
 
     @property
     def generation(self) -> int:
-        """A number that grows whenever an admission that did not fit might fit now, or a chunk has come from a file."""
+        """A number that grows when an admission that did not fit might fit now, or a chunk has come from a file."""
         return self._chunks.generation + (0 if self.tiers is None else self.tiers.num_read)
 
     @property
     def capacity(self) -> int:
-        """Blocks that requests can get."""
+        """Blocks that can be handed out."""
         return self._chunks.pool.capacity
 
     def max_total_tokens(self, num_overprovision: int) -> int:
-        """Tokens of prompt and completion that the pool holds for one request."""
+        """Return the most tokens, prompt and completion, that the pool holds for one request."""
         return self.capacity * self.block_size - num_overprovision
 
     def __contains__(self, request_id: object) -> bool:
@@ -86,7 +86,7 @@ class KVCache:
         return len(self._entries)
 
     def is_coming(self, prompt_token_ids: Sequence[int], salt: str) -> bool:
-        """Whether an admitted request is about to write the next missing chunk of this prompt."""
+        """Whether an admitted request is about to write the first chunk of this prompt that is not listed yet."""
         chunks = self._chunks
         chain = chunks.chain(prompt_token_ids, chunks.index.root(salt))
         count = chunks.num_chunks(prompt_token_ids)
@@ -103,33 +103,33 @@ class KVCache:
         return any(map(writes, self._entries.values()))
 
     def pin(self, owner: Hashable, digests: Sequence[bytes]) -> None:
-        """Pin a chain of chunks for an owner, instead of its earlier ones; they are evicted after all others."""
+        """Pin a chain of chunks for an owner, in place of its pins before: they are evicted after others."""
         self._chunks.pin(owner, digests)
 
     def unpin(self, owner: Hashable) -> None:
-        """Unpin the chunks of an owner."""
+        """Remove an owner's pins."""
         self._chunks.unpin(owner)
 
     def pinned(self, owner: Hashable) -> list[bytes]:
-        """The chain that an owner pins."""
+        """Return the chain that an owner pins, as digests."""
         return self._chunks.pinned(owner)
 
     def pin_tokens(self, owner: Hashable, token_ids: Sequence[int], salt: str) -> list[bytes]:
-        """Pin the whole chunks of some tokens; returns their digests."""
+        """Pin the complete chunks of a text for an owner; returns their digests."""
         chain = self._chunks.chain(token_ids, self._chunks.index.root(salt))
         digests = [chain.digest(k) for k in range(len(token_ids) // self.prefill_chunk)]
         self._chunks.pin(owner, digests)
         return digests
 
     def places_by_pool(self) -> dict[str, int]:
-        """The blocks or rows that a content has, by pool."""
+        """Return the blocks or rows of a chunk's content, by pool."""
         return {"": self._chunks.per_chunk, **{book.name: book.num_places for book in self._books}}
 
     def hold(self, token_ids: Sequence[int], salt: str) -> tuple[bool, list[tuple[int, Save]]]:
-        """The contents from which tokens go on, by chunk, whose blocks stay until `let_go` of their holders.
+        """Hold the contents of a text's cached chunks until `let_go`.
 
-        Those of the tiers come to the device first; False: they are on their way, and nothing is held. Contents
-        without a holder are to be read before anything else is launched.
+        Returns True, and the contents by number of the chunk; while chunks of the tiers are on their way to the device,
+        False, and holds nothing. The caller reads contents without a holder before it launches anything else.
         """
         self._moves.settle()
         root, count = self._chunks.index.root(salt), self._chunks.num_whole(token_ids)
@@ -138,19 +138,19 @@ class KVCache:
         return True, self._moves.contents(token_ids, root, count)
 
     def let_go(self, holders: Sequence[object]) -> None:
-        """End what `hold` has begun."""
+        """Release the chunks that `hold` held."""
         self._moves.end(holders)
         self._chunks.generation += 1
 
     def adopt(self, token_ids: Sequence[int], salt: str, contents: Mapping[ChunkKey, torch.Tensor]) -> None:
-        """List contents of some tokens' chunks in blocks that nobody uses; `take_loads` then has them."""
+        """List the given contents of a text's chunks in unused blocks; `take_loads` then returns the copies to make."""
         self._moves.settle()
         count = self._chunks.num_whole(token_ids)
         self._moves.restore(GivenContents(contents), token_ids, self._chunks.index.root(salt), count)
         self._chunks.generation += 1
 
     def check(self, request_id: str, max_total_tokens: int, num_overprovision: int) -> None:
-        """Raise RequestError if a worst case is larger than the whole pool, since it would wait for ever."""
+        """Raise RequestError if a request's worst case is larger than the whole pool: it would wait for ever."""
         num_blocks = self.num_needed(max_total_tokens, num_overprovision)
         if num_blocks > self.capacity:
             raise RequestError(
@@ -170,14 +170,13 @@ class KVCache:
         *,
         reads: bool = True,
     ) -> Allocation | None:
-        """Reserve a request's worst case and share the cached part of its prompt; None if it does not fit now.
+        """Reserve a request's worst case, and share cached chunks of its prompt; returns None if it does not fit now.
 
         prompt_token_ids    [n] n >= 1; not copied, and must not change while the request lives
-        max_total_tokens    the most tokens of prompt and completion
-        num_overprovision   positions that a step may write after them
-        salt                only chunks of requests with the same salt are shared
-        reads               whether it uses cached chunks; False: its whole prompt is prefilled, but later requests
-                            share it
+        max_total_tokens    the most tokens, prompt and completion
+        num_overprovision   positions that a step may write past them
+        salt                chunks are shared only among requests of the same salt
+        reads               False: use no cached chunk; later requests may still share this prompt's chunks
         num_cached_tokens of the result is a multiple of prefill_chunk, at most n - 1.
         Time: one digest a cached chunk, plus the blocks. Raises RequestError for an id in use, an empty prompt, a total
         below the prompt, or a worst case larger than the whole pool.
@@ -192,7 +191,7 @@ class KVCache:
             if not self._moves.restore(self.tiers, prompt_token_ids, root, count):
                 return None
         digests, hits = chunks.lookup(prompt_token_ids, root) if reads else ([], [])
-        last = hits[-1] if hits else None  # chunks that come from the tiers may have others' children there
+        last = hits[-1] if hits else None  # with tiers, another text's next chunk may be there
         has_others = last is not None and (last.children or last.is_torn or self.tiers is not None)
         num_common = len(digests) if has_others else 0
         count = chunks.num_hits(digests)
@@ -219,7 +218,7 @@ class KVCache:
         return Allocation(list(blocks), num_cached)
 
     def _table(self, hits: Sequence[CachedChunk], total: int) -> Callable[[], list[int]] | None:
-        """A function that makes a table of so many blocks, these chunks first; None where too few are there."""
+        """Return a function that makes a table of `total` blocks, these chunks first; None if too few are available."""
         shared = [block for chunk in hits for block in chunk.blocks]
         num_pinned = sum(len(chunk.blocks) for chunk in hits if not chunk.num_users)
         if total - len(shared) > self._chunks.num_available - num_pinned:
@@ -233,16 +232,16 @@ class KVCache:
         return made
 
     def take_loads(self) -> list[Load]:
-        """Contents from the tiers that the caller must write to the device before it launches anything else."""
+        """Take the contents of the tiers that the caller must write to the device before it launches anything else."""
         loads, self._moves.loads = self._moves.loads, []
         return loads
 
     def take_saves(self) -> list[Save]:
-        """Contents that prefill wrote; the caller must read them for the tiers before it launches anything else."""
+        """Take the new contents that the caller must read for the tiers before it launches anything else."""
         return self._moves.take_saves()
 
     def note_all(self) -> None:
-        """Have `take_saves` name all that may be shared and is in no tier, what was used longest ago first."""
+        """Queue all unused chunks that are in no tier for `take_saves`, least recently used first."""
         self._moves.settle()
         digests = [chunk.digest for chunk in self._chunks.index.oldest_first()]
         self._moves.save(digests, with_all_before=True)
@@ -250,9 +249,9 @@ class KVCache:
             self._moves.save_of(book, digests)
 
     def forget_all(self) -> None:
-        """Share nothing that the device holds any more; what the tiers hold is found there.
+        """Drop all chunks on the device from the index; prompts still find chunks in the tiers.
 
-        Raises InvariantError while requests hold blocks.
+        Raises InvariantError while requests or copies hold blocks.
         """
         self._moves.settle()
         if self._entries or self._moves.moving:
@@ -265,7 +264,7 @@ class KVCache:
         self._chunks.generation += 1
 
     def append(self, request_id: str, start: int, stop: int) -> None:
-        """Give a request its blocks of the prompt's positions [start, stop) in other pools; it has all of the first.
+        """Give a request its blocks in other pools for the prompt's positions [start, stop); the first pool's it has.
 
         Raises RequestError for an unknown id.
         """
@@ -274,9 +273,9 @@ class KVCache:
             book.append(request_id, start, stop)
 
     def commands(self, request_id: str) -> dict[str, Sequence[int]]:
-        """The commands to the next part of a request's prompt: contents of command buffers [1, n], by their names.
+        """Return the commands for the next part of a request's prompt: contents [1, n] of command buffers, by name.
 
-        "prefill_table" has its blocks by position; so have the tables of other pools, by which its steps go on.
+        "prefill_table" has the request's blocks by position, and other pools' tables theirs; its steps use them, too.
         Raises RequestError for an unknown id.
         """
         found: dict[str, Sequence[int]] = {"prefill_table": list(self._entry(request_id).table)}
@@ -285,11 +284,11 @@ class KVCache:
         return found
 
     def mark_prefilled(self, request_id: str, num_tokens: int) -> None:
-        """Report that prefill wrote, or will write in stream order, the KV of the prompt's first num_tokens.
+        """Record that prefill wrote (or the stream will have written) the KV of the prompt's first num_tokens.
 
         Call it after every chunk; it lists the complete chunks for sharing. If an equal chunk is listed already, the
-        request keeps its own blocks unshared. Raises RequestError for an unknown id,
-        InvariantError when num_tokens goes back or past the prompt's last token.
+        request's own blocks are not shared. Raises RequestError for an unknown id, InvariantError when num_tokens goes
+        back or past the prompt's last token.
         """
         entry = self._entry(request_id)
         if not entry.num_prefilled <= num_tokens <= len(entry.prompt):
@@ -320,18 +319,16 @@ class KVCache:
         owner: Hashable = None,
         completed: bool = True,
     ) -> None:
-        """Free a request's blocks; what is listed stays evictable. The device must write to them no more.
+        """Free a request's blocks; its listed chunks become evictable. The device must not write to them any more.
 
-        token_ids     the whole committed sequence, prompt included; used by share_decoded alone
-        num_written   positions of it whose KV (target's and head's) is certainly written; None: all but the
-                      last. With a draft model give less: a slot's last step does not extend its KV
-        poisoned      the request failed with NaN: nothing that it wrote or read is shared again, and every
-                      block of it is cleared before reuse
-        owner         pins the chunks of the sequence from now on, in place of those that it pinned; None: nobody does
-        completed     False: the request was broken off, and its owner goes on pinning what it did unless the sequence
-                      goes on from there
-        Raises RequestError for an unknown id, InvariantError for a sequence that does not continue the
-        prompt.
+        token_ids     the whole committed sequence, prompt included; only share_decoded uses it
+        num_written   positions of it whose KV (the target's and the draft model's) is certainly written; None: all but
+                      the last. With a draft model give less: a slot's last step does not extend its KV
+        poisoned      the request failed with NaN: no chunk that it wrote or read is shared again, and all of its blocks
+                      are cleared before reuse
+        owner         pins the chunks of the sequence, in place of its pins before; None: nobody does
+        completed     False: the request was broken off; its owner keeps its pins unless the sequence continues them
+        Raises RequestError for an unknown id, InvariantError for a sequence that does not continue the prompt.
         """
         entry = self._entry(request_id)
         if poisoned:
@@ -361,13 +358,13 @@ class KVCache:
         chunks.pool.give_back(block for block in reversed(entry.table) if block not in through_chunks)
         for k in sorted(entry.held, reverse=True):
             chunks.retire(entry.held[k])
-        for digest in reversed(entry.digests):  # equal chunks of others, too: none outlives what leads to it
+        for digest in reversed(entry.digests):  # also others' equal chunks: a chunk goes before its ancestors
             chunks.index.touch(digest)
         self._moves.touch_kept(entry.digests)
         chunks.generation += 1
 
     def grow(self, request_id: str) -> None:
-        """Say that a request's prompt, the list that it was admitted with, is longer now than what is prefilled.
+        """Tell the books that a request's prompt, the list that it was admitted with, is now longer.
 
         Raises RequestError for an unknown id.
         """
@@ -376,7 +373,7 @@ class KVCache:
             book.grow(request_id, len(entry.prompt))
 
     def num_to_move(self, request_id: str, num_written: int) -> dict[str, int]:
-        """Blocks, by pool, whose contents a request takes along when it leaves them.
+        """Return the number of blocks, by pool, whose contents `move_out` would have the caller read.
 
         Raises RequestError for an unknown id.
         """
@@ -386,7 +383,9 @@ class KVCache:
     def move_out(
         self, request_id: str, num_written: int, has_space: Callable[[Mapping[str, int]], bool]
     ) -> MovedOut | None:
-        """Free a request's blocks, whose contents the caller reads first; what is listed stays evictable.
+        """Free a request's blocks, whose contents the caller reads first; its listed chunks become evictable.
+
+        has_space  whether the caller has memory for so many blocks by pool; if not, this returns None and does nothing
 
         Raises RequestError for an unknown id.
         """
@@ -401,10 +400,10 @@ class KVCache:
         return MovedOut(places, tuple(entry.table), own | {"": entry})
 
     def move_in(self, request_id: str, moved: MovedOut) -> MovedIn | None:
-        """Give a request blocks again, and chunks of its prompt that are listed; None when they do not fit now.
+        """Give a request blocks again, and share its chunks that are still listed; returns None if it does not fit now.
 
-        What decoding wrote is shared under other bits, so that with share_decoded all blocks are its own.
-        Raises InvariantError for what was not moved out.
+        With share_decoded it gets only blocks of its own: decoding may have written other bits to a listed chunk.
+        Raises InvariantError for a request that was not moved out.
         """
         self._moves.settle()
         before = moved.own[""]
@@ -429,32 +428,32 @@ class KVCache:
         return MovedIn(list(blocks), places)
 
     def num_free_without(self, request_ids: Set[str]) -> int:
-        """Blocks that would be free, at the least, if these requests held none."""
+        """Return the least number of blocks that would be free if these requests held none."""
         return self.capacity - self.num_held(self._entries.keys() - request_ids)
 
     def num_held(self, request_ids: Iterable[str]) -> int:
-        """Blocks that these requests hold, those that they share counted once; requests without any hold none."""
+        """Return the number of blocks that these requests hold, shared ones counted once; unknown ids hold none."""
         entries = (self._entries[name] for name in request_ids if name in self._entries)
         return len({block for entry in entries for block in entry.table})
 
     def num_needed(self, max_total_tokens: int, num_overprovision: int) -> int:
-        """Blocks of a request's worst case."""
+        """Return the blocks of a request's worst case."""
         return -(-(max_total_tokens + num_overprovision) // self.block_size)
 
     def take_blocks_to_clear(self) -> list[int]:
-        """Free blocks of failed requests, which the caller must zero before it launches anything else."""
+        """Take the blocks of failed requests: they are free, and the caller zeroes them before it launches anything."""
         blocks = self._chunks.pool.take_to_clear()
         self._chunks.generation += bool(blocks)
         return blocks
 
     def take_pool_blocks_to_clear(self) -> dict[str, list[int]]:
-        """The same of other pools, by name; those may be in use again, by what is launched next."""
+        """Do the same for other pools, by name; what is launched next may already use these blocks."""
         found = {book.name: blocks for book in self._books if (blocks := book.take_blocks_to_clear())}
         self._chunks.generation += bool(found)
         return found
 
     def stats(self) -> BlockStats:
-        """Counts of blocks and hits."""
+        """Return counts of blocks and hits."""
         self._moves.settle()
         pool, index, per_chunk = self._chunks.pool, self._chunks.index, self._chunks.per_chunk
         free, evictable, to_clear = len(pool.free), self._chunks.num_evictable, len(pool.to_clear)
@@ -472,14 +471,14 @@ class KVCache:
         )
 
     def pool_stats(self) -> dict[str, list[dict[str, int]]]:
-        """Counts of other pools, as JSON, by their kind."""
+        """Return counts of other pools, as JSON, by kind of pool."""
         found: dict[str, list[dict[str, int]]] = {}
         for book in self._books:
             found.setdefault(book.kind, []).append(book.stats())
         return found
 
     def invariants(self) -> None:
-        """Check all invariants. Raises InvariantError naming the one that fails. Time: all blocks."""
+        """Check that all books balance. Raises InvariantError with what does not. Time: linear in all blocks."""
         self._moves.settle()
         problems = [*self._chunks.index.problems()]
         for find in (table_problems, block_problems):
@@ -504,7 +503,7 @@ class KVCache:
             raise RequestError(f"request {request_id}: max_total_tokens {max_total} is below its {len(prompt)} tokens")
 
     def _register(self, request_id: str, token_ids: Sequence[int], num_written: int) -> list[bytes]:
-        """List the new complete chunks below num_written, and return them; one whose parent is gone is not listed."""
+        """List the new complete chunks below num_written, and return their digests; skip those without a parent."""
         listed: list[bytes] = []
         entry, chunks = self._entries[request_id], self._chunks
         for k in range(len(entry.digests), num_written // self.prefill_chunk if self.reuse else 0):
@@ -527,14 +526,14 @@ class KVCache:
         return listed
 
     def _distrust(self, request_id: str) -> None:
-        """Unlist what a poisoned request wrote or read and all that was computed from it; mark it dirty."""
+        """Unlist the chunks that a poisoned request wrote or read and their descendants; mark its blocks dirty."""
         entry, chunks = self._entries[request_id], self._chunks
         for book in self._books:
             book.distrust(request_id)
         chunks.pool.dirty.update(entry.table)
         suspects = {id(chunk) for chunk in entry.held.values()}
         listed = [entry.held[k] for k in sorted(entry.held)]
-        if self._books:  # it may have listed its blocks there of a chunk that is another's here
+        if self._books:  # other pools may list its blocks of a chunk that is another request's here
             listed += [chunk for digest in entry.digests if (chunk := chunks.index.get(digest)) is not None]
         for own in listed:
             dropped = chunks.index.drop(own)

@@ -1,4 +1,4 @@
-"""Attention layers keep keys and values in blocks of a pool; a rewind of a slot only sets back its length."""
+"""This module declares the KV cache: attention layers keep keys and values in blocks. A slot rewinds by its length."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["PagedKV", "cache_specs", "decoder_cache_specs", "kv_dtype"]
 
 
 def kv_dtype(config: ModelConfig) -> torch.dtype:
-    """The dtype of KV caches: the compute dtype, or uint8 for e4m3 codes."""
+    """Return the dtype of KV caches: the compute dtype, or uint8 for codes."""
     return TORCH_DTYPES[config.dtype] if config.coded_kv is None else torch.uint8
 
 
@@ -27,10 +27,10 @@ def cache_specs(
     pools: tuple[int, Mapping[int, int]],
     window: int | None = None,
 ) -> list[BufferSpec]:
-    """Caches of keys or of values of one layer, or of layers of one window, [P, G, block, D].
+    """Return the specs of caches with these names, [P, G, block, D], all of layers with the same window.
 
     extents  G, block, D
-    pools    P, and for each window that has a pool of its own that pool's; windows without one are in the first
+    pools    P of the first pool, and P by window for those with a pool of their own; other windows use the first
     """
     num_blocks, windows = pools
     own = window is not None and window in windows
@@ -42,10 +42,10 @@ def cache_specs(
 def decoder_cache_specs(
     config: Decoder, block_size: int, dtype: torch.dtype, pools: tuple[int, Mapping[int, int]], owner: str = ""
 ) -> list[BufferSpec]:
-    """The caches of all layers of a decoder that keep keys and values of their own.
+    """Return the caches of all layers of a decoder that keep keys and values of their own.
 
     pools  see `cache_specs`
-    owner  begins their names
+    owner  the prefix of their names
     """
     return [
         cache
@@ -58,11 +58,11 @@ def decoder_cache_specs(
 
 @dataclass(frozen=True)
 class PagedKV(SequenceState):
-    """The target's KV cache: for each layer with attention k and v, [P, G, block, D] in the compute dtype, or codes.
+    """The target's KV cache: K and V of each attention layer, [P, G, block, D] in the compute dtype, or as codes.
 
-    num_blocks  P, the null block included
+    num_blocks  P of the first pool, the null block included
     block_size  positions of a block
-    windows     P of the pool of each window that has one; the layers of the window share it, and its tables
+    windows     P by window, for windows with a pool; the layers of a window share its pool and tables
     """
 
     config: ModelConfig
@@ -71,6 +71,6 @@ class PagedKV(SequenceState):
     windows: Mapping[int, int]
 
     def specs(self) -> list[BufferSpec]:
-        """`k_cache.LAYER` and `v_cache.LAYER`."""
+        """Return `k_cache.LAYER` and `v_cache.LAYER`."""
         dtype, pools = kv_dtype(self.config), (self.num_blocks, self.windows)
         return decoder_cache_specs(self.config, self.block_size, dtype, pools)

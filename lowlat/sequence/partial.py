@@ -1,10 +1,10 @@
-"""This module is SpecPV's schedule: it says when each slot's list of blocks is chosen again.
+"""This module is SpecPV's schedule: it decides when each slot's list of blocks is chosen again.
 
-A slot attends to everything until its text reaches the threshold. Then a refresh chooses its blocks, and again when
-its partial steps are used up, or the next step might write past what a refresh can recompute; where partial steps only
-propose, after the verification that follows. Each decision rests on
-the slot's own published tokens and steps alone, never on what is under way: so it does not depend on how far the host
-runs ahead, nor on other slots.
+A slot attends to all positions until its text reaches the threshold. Then a refresh chooses its blocks. The next
+refresh comes when the slot's partial steps are used up, or when the next step might write past the positions that a
+refresh can recompute. If partial steps only propose (lossless), the refresh comes after the verification that follows.
+Each decision depends only on the slot's own published tokens and steps. So it does not depend on how far the host runs
+ahead, nor on other slots.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ from lowlat.models.partial_kv import PartialKV
 
 __all__ = ["PartialSlots", "Refresh"]
 
-MOST_STEPS = 64  # that are looked ahead
+MOST_STEPS = 64  # the most steps that the schedule looks ahead
 
 
 @dataclass(frozen=True)
 class Refresh:
-    """The positions [start, start + count) to run over all of the cache; from `span` on keys have no summary yet."""
+    """A refresh runs positions [start, start + count) over the whole cache; keys from `span` on have no summary yet."""
 
     start: int
     count: int
@@ -29,13 +29,13 @@ class Refresh:
 
 @dataclass
 class _Slot:
-    """The state of a slot that decodes; num_exact is None until its first refresh: then all positions are exact."""
+    """The state of a slot that decodes; num_exact is None before its first refresh, while all positions are exact."""
 
     num_summarised: int
     num_exact: int | None = None
     num_steps: int = 0
-    proposed: list[int] = field(default_factory=list)  # by partial steps, where they are to be verified
-    has_ended: bool = False  # by what was proposed
+    proposed: list[int] = field(default_factory=list)  # tokens of partial steps that are to be verified
+    has_ended: bool = False  # a proposed token ends the request
 
 
 @dataclass
@@ -51,10 +51,9 @@ class _Counts:
 class PartialSlots:
     """The partial state of every slot of one runtime.
 
-    sizes     of lists, and when they are chosen again
+    sizes     sizes of lists, and limits after which they are chosen again
     max_rows  rows that a step may write for a slot
-    `shifts` has the positions that each slot's lists leave out, 0 where it attends to everything; of a slot without a
-    request they mean nothing.
+    shifts    positions that each slot's lists leave out; 0: it attends to all; undefined for a slot without a request
     """
 
     def __init__(self, sizes: PartialKV, max_batch: int, max_rows: int) -> None:
@@ -65,17 +64,17 @@ class PartialSlots:
         self._counts = _Counts()
 
     def join(self, slot: int, num_prompt: int) -> None:
-        """A request begins in a slot; prefill summarises the keys of its prompt, and makes its lists whole."""
+        """Begin a request in a slot: prefill summarises the keys of its prompt, and its lists have all blocks."""
         self.shifts[slot] = 0
         self._slots[slot] = _Slot(num_prompt)
 
     def take_out(self, slot: int) -> object:
-        """The state of a slot whose request leaves it, for `put_in`."""
+        """Remove the state of a slot whose request leaves it, and return it for `put_in`."""
         state = self._slots.pop(slot, None)
         return None if state is None else (state, self.shifts[slot])
 
     def put_in(self, slot: int, taken: object) -> None:
-        """Give a slot the state that another had. Raises ValueError for what `take_out` did not give."""
+        """Give a slot a state that `take_out` returned. Raises ValueError for anything else."""
         match taken:
             case (_Slot() as state, int(shift)):
                 self._slots[slot], self.shifts[slot] = state, shift
@@ -83,7 +82,7 @@ class PartialSlots:
                 raise ValueError(f"no state of a slot: {taken!r:.80}")
 
     def count_step(self, slot: int) -> bool:
-        """A step of a slot was published; returns whether it was a partial one."""
+        """Count a published step of a slot; returns whether it was a partial step."""
         state = self._slots[slot]
         is_partial = state.num_exact is not None
         state.num_steps += is_partial
@@ -92,7 +91,7 @@ class PartialSlots:
         return is_partial
 
     def propose(self, slot: int, tokens: Sequence[int], *, ended: bool) -> bool:
-        """Keep a step's tokens for a slot as proposals; False where they need no verification, and are not kept."""
+        """Keep a step's tokens for a slot as proposals; returns False if they need no verification and are not kept."""
         state = self._slots[slot]
         if not self.sizes.lossless or state.num_exact is None:
             return False
@@ -101,12 +100,12 @@ class PartialSlots:
         return True
 
     def proposals(self) -> dict[int, tuple[int, ...]]:
-        """Proposals that are not verified yet, by slot."""
+        """Return the proposals that are not verified yet, by slot."""
         waiting = ((slot, state) for slot, state in self._slots.items() if state.proposed or state.has_ended)
         return {slot: tuple(state.proposed) for slot, state in waiting}
 
     def must_verify(self, slot: int, most: int) -> bool:
-        """Whether what is proposed for a slot must be verified before a step that brings it up to `most` tokens."""
+        """Whether a slot's proposals must be verified before a step that may add `most` tokens."""
         state = self._slots[slot]
         return bool(state.proposed or state.has_ended) and self._is_full(state, len(state.proposed) + most)
 
@@ -127,14 +126,14 @@ class PartialSlots:
         return self._is_due(state, length, 0)
 
     def _is_full(self, state: _Slot, num_proposed: int) -> bool:
-        """Whether a step with which so many tokens are proposed must wait for a verification."""
+        """Whether a step must wait for a verification, if it brings the proposals to `num_proposed` tokens."""
         return state.has_ended or num_proposed > self.sizes.buffer
 
     def num_certain(self, lengths: Mapping[int, int], most: int, num_under_way: int) -> int:
-        """Steps that may be launched after those under way before a refresh can be due.
+        """Return how many more steps may be launched, after those under way, before a refresh can be due.
 
-        lengths        tokens of each slot's text, without those under way
-        most           tokens that a step brings a slot, at most
+        lengths        tokens of each slot's text, without those of steps under way
+        most           the most tokens that a step adds to a slot
         num_under_way  steps that were launched and not counted yet
         """
         each = (self._num_certain(self._slots[slot], lengths[slot], most, num_under_way) for slot in lengths)
@@ -157,12 +156,11 @@ class PartialSlots:
         return too_many or state.num_steps + num_more >= self.sizes.num_refresh_steps
 
     def refresh(self, slot: int, length: int) -> Refresh:
-        """Begin new lists for a slot whose text has `length` tokens, where that is due; the caller runs the positions
-        that it returns."""
+        """Begin new lists for a slot whose text has `length` tokens; returns the positions that the caller must run."""
         state = self._slots[slot]
         start = length - 1 if state.num_exact is None else state.num_exact
         found = Refresh(start, length - start, min(start, state.num_summarised))
-        if self.sizes.lossless:  # its rows choose blocks alone: all that is in the cache is exact
+        if self.sizes.lossless:  # these rows only choose blocks: the cache is exact already
             count = min(self.sizes.num_queries, length - 1)
             found = Refresh(length - 1 - count, count, state.num_summarised)
         self.shifts[slot] = self.sizes.shift(length - 1)
@@ -173,5 +171,5 @@ class PartialSlots:
         return found
 
     def report(self) -> dict[str, Any]:
-        """A block `specpv` of counts since the load, as JSON, labelled lossy, of steps by slot."""
+        """Return a block `specpv` of counts since the load, as JSON, over all slots, and whether drafting is lossy."""
         return {"specpv": {"lossy": not self.sizes.lossless, **asdict(self._counts)}}

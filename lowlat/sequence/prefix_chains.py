@@ -1,4 +1,4 @@
-"""This module makes the digests of a prompt's chunks once, by which the index of prefixes finds them."""
+"""This module computes the digests of a prompt's chunks, and keeps them: the prefix index finds chunks by digest."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ MAX_CHAINS = 16
 
 
 class PrefixChain:
-    """The digests of a prompt's chunks, made as they are asked for."""
+    """The digests of a prompt's chunks, computed on first use."""
 
     def __init__(self, index: PrefixIndex, prompt: Sequence[int], root: bytes, prefill_chunk: int) -> None:
         self.prompt, self.root = prompt, root
@@ -19,7 +19,7 @@ class PrefixChain:
         self._digests: list[bytes] = []
 
     def digest(self, k: int) -> bytes:
-        """The chained digest of chunk k."""
+        """Return the chained digest of chunk k."""
         digests, size = self._digests, self._chunk
         for number in range(len(digests), k + 1):
             tokens = self.prompt[number * size : (number + 1) * size]
@@ -28,14 +28,14 @@ class PrefixChain:
 
 
 class PrefixChains:
-    """The chains of the prompts that were asked for last: one that waits is asked for again and again."""
+    """A cache of the last prompts' chains: the scheduler asks for a waiting prompt again and again."""
 
     def __init__(self, index: PrefixIndex, prefill_chunk: int) -> None:
         self._index, self._chunk = index, prefill_chunk
         self._kept: OrderedDict[int, PrefixChain] = OrderedDict()
 
     def of(self, prompt: Sequence[int], root: bytes) -> PrefixChain:
-        """The chain of a prompt under the root of its salt; one that is a list may change, and is digested again."""
+        """Return the chain of a prompt under the root of its salt; a list may change, so its chain is not cached."""
         if not isinstance(prompt, tuple):
             return PrefixChain(self._index, prompt, root, self._chunk)
         chain = self._kept.get(id(prompt))

@@ -1,7 +1,6 @@
-"""The prefix index knows which chunks of one runtime's KV may be shared, who uses them, and which goes first.
+"""The prefix index lists the chunks of KV that prompts may share, counts their users, and orders their eviction.
 
-Its unit is the chunk, the unit in which KV may be shared at all: one with a block missing would be of no use
-to anybody. Blocks are handed out to requests by `lowlat.sequence.kvcache`.
+It works in chunks, since KV is shared only in whole chunks. `lowlat.sequence.kvcache` gives blocks to requests.
 """
 
 import hashlib
@@ -15,12 +14,14 @@ __all__ = ["CachedChunk", "PrefixIndex"]
 
 @dataclass(eq=False, slots=True)
 class CachedChunk:
-    """One written, immutable chunk: the chained digest of its content, its blocks, and the tables that hold it.
+    """One written, immutable chunk of KV.
 
-    is_torn  the prompt of a request went on after it, which was broken off
-
-    A chunk that left the index (`listed` False) keeps its users until they end; its blocks are not shared
-    again.
+    digest     the chained digest of its tokens and all before them
+    parent     the chunk before it; None for the first of a text
+    blocks     its blocks of the first pool, in order of position
+    num_users  block tables and copies that hold it
+    listed     whether it is in the index; after it leaves, its users keep its blocks, which nobody else gets
+    is_torn    a request was broken off during prefill after this chunk
     """
 
     digest: bytes
@@ -33,14 +34,14 @@ class CachedChunk:
 
 
 class PrefixIndex:
-    """Chunks by chained content digest, and an LRU of those without users.
+    """Chunks by chained content digest, with an LRU list of those without users.
 
-    The parent of a listed chunk is listed. Unused chunks are in the order in which they go: `retire` and
-    `touch` are called leaf first, so that a chunk is older than its unused ancestors. Pinned chunks go after all
-    others; a pin is of a chain from its root, so that what leads to a pinned chunk is pinned, too.
+    The parent of a listed chunk is listed. Callers call `retire` and `touch` for a leaf before its ancestors, so that a
+    chunk is older than its unused ancestors and is evicted first. Pinned chunks are evicted after all others. A chain
+    is pinned from its root on, so that the ancestors of a pinned chunk are pinned, too.
 
     num_pinned       listed chunks that are pinned
-    num_broken_pins  pinned chunks that went all the same, as a request had no other place
+    num_broken_pins  pinned chunks that were evicted all the same, because a request had no other space
     """
 
     def __init__(self) -> None:
@@ -62,14 +63,14 @@ class PrefixIndex:
         return len(self._unused) + len(self._unused_pinned)
 
     def pin(self, digests: Sequence[bytes]) -> None:
-        """Pin a chain, from its root on: these chunks, whenever they are listed, go after those without a pin."""
+        """Pin the chunks of a chain, from its root on, listed or not: while listed they are evicted after others."""
         self.num_pinned += sum(digest in self._chunks for digest in set(digests) if digest not in self._pins)
         self._pins.update(digests)
         for digest in reversed(digests):
             self.touch(digest)
 
     def unpin(self, digests: Sequence[bytes]) -> None:
-        """Take a pin back that `pin` has given these chunks."""
+        """Undo one `pin` of these chunks."""
         for digest in digests:
             self._pins[digest] -= 1
             if not self._pins[digest]:
@@ -79,16 +80,16 @@ class PrefixIndex:
             self.touch(digest)
 
     def root(self, salt: str) -> bytes:
-        """The parent digest of first chunks of requests with this salt; requests with another never find them."""
+        """Return the parent digest of first chunks for a salt; requests with another salt never find these chunks."""
         return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32, person=b"salt").digest()
 
     def digest(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
-        """The digest of a chunk after `parent`, which is the root of its salt for the first chunk of a sequence."""
+        """Return the digest of the chunk after `parent`; for the first chunk `parent` is the root of the salt."""
         content = array("q", token_ids).tobytes()
         return hashlib.blake2b(parent + content, digest_size=32).digest()
 
     def get(self, digest: bytes) -> CachedChunk | None:
-        """The listed chunk with this digest."""
+        """Return the listed chunk with this digest, or None."""
         return self._chunks.get(digest)
 
     def add(self, digest: bytes, parent: CachedChunk | None, blocks: Sequence[int]) -> CachedChunk:
@@ -101,12 +102,12 @@ class PrefixIndex:
         return chunk
 
     def acquire(self, chunk: CachedChunk) -> None:
-        """One more table holds the chunk."""
+        """Count one more user of a chunk."""
         chunk.num_users += 1
         self._forget_unused(chunk.digest)
 
     def retire(self, chunk: CachedChunk) -> tuple[int, ...]:
-        """One table less holds the chunk; its blocks, if it was the last and the chunk is listed no more."""
+        """Count one user less; returns the blocks to free, if it was the last user and the chunk has left the index."""
         chunk.num_users -= 1
         if chunk.num_users:
             return ()
@@ -116,27 +117,29 @@ class PrefixIndex:
         return ()
 
     def touch(self, digest: bytes) -> None:
-        """Make an unused chunk the newest."""
+        """Make a chunk the newest of the unused ones; does nothing if it is in use."""
         if (chunk := self._forget_unused(digest)) is not None:
             self._note_unused(chunk)
 
     def touch_chain(self, chunk: CachedChunk) -> None:
-        """Make an unused chunk newest, and then what leads to it; of one that left the index neither: another may have
-        its digest there."""
+        """Make an unused chunk the newest, then its ancestors.
+
+        Does nothing for a chunk that left the index, where another may have its digest.
+        """
         above = chunk if chunk.listed else None
         while above is not None:
             self.touch(above.digest)
             above = above.parent
 
     def oldest_first(self) -> list[CachedChunk]:
-        """The chunks without users, in the order in which they go."""
+        """Return the chunks without users, in the order of eviction."""
         return [*self._unused.values(), *self._unused_pinned.values()]
 
     def evict_oldest(self) -> list[CachedChunk]:
-        """Drop the chunk unused for longest, one without a pin before others, with what is reached through it alone.
+        """Drop the chunk that is unused for longest, and its descendants; unpinned chunks go before pinned ones.
 
-        Returns the dropped chunks. Those with users (a request that computed an equal prefix itself
-        registered what came after) merely leave the index. Raises KeyError when no chunk is unused.
+        Returns the dropped chunks. A descendant may have users: those of a request that computed an equal prefix itself
+        and listed chunks after it. Such a chunk only leaves the index. Raises KeyError when no chunk is unused.
         """
         if not self._unused:
             if not self._unused_pinned:
@@ -145,7 +148,7 @@ class PrefixIndex:
         return self.drop(next(iter((self._unused or self._unused_pinned).values())))
 
     def drop(self, chunk: CachedChunk) -> list[CachedChunk]:
-        """Take a chunk and all its descendants out of the index; returns them."""
+        """Remove a chunk and all its descendants from the index; returns them."""
         if not chunk.listed:
             return []
         if chunk.parent is not None:
@@ -163,7 +166,7 @@ class PrefixIndex:
         return dropped
 
     def problems(self) -> Iterator[str]:
-        """Faults of the index itself, in words; nothing when it is sound."""
+        """Describe the index's faults, one string each; none if it is sound."""
         position = {digest: place for place, digest in enumerate([*self._unused, *self._unused_pinned])}
         for digest, chunk in self._chunks.items():
             name = digest.hex()[:8]

@@ -1,7 +1,7 @@
-"""Gated delta nets keep recurrent states with pending rows; rewinding a slot is setting back its length.
+"""This module declares the states of gated delta nets, with pending rows, so that a slot rewinds by its length.
 
-What they hold and when: `lowlat.kernels.reference.recurrent.pending`. A prompt's first chunk reads nothing of a slot's
-states; those of a request that failed with NaN are zeroed all the same.
+`lowlat.kernels.reference.recurrent.pending` defines what they hold after each step. A prompt's first chunk does not
+read the slot's states; the host zeroes those of a request that failed with NaN all the same.
 """
 
 from dataclasses import dataclass, replace
@@ -17,22 +17,22 @@ from lowlat.sequence.state import SequenceState
 
 __all__ = ["RecurrentState"]
 
-SNAPSHOTS = Paging.ROWS, SnapshotBook.name  # of buffers whose rows beyond the slots' are snapshots
-PENDING = Paging.ROWS, ".pending"  # of buffers whose rows are the slots' alone
+SNAPSHOTS = Paging.ROWS, SnapshotBook.name  # for buffers with a row for each slot, then rows of snapshots
+PENDING = Paging.ROWS, ".pending"  # for buffers with rows of slots alone
 
 
 @dataclass(frozen=True)
 class RecurrentState(SequenceState):
-    """The states of the target's gated delta nets, R rows: one a slot, then snapshots. Of each such layer
+    """The states of the target's gated delta nets, R rows: one for each slot, then snapshots. Each such layer has
 
     conv_state.LAYER       [R, conv_size - 1 + T, C]  compute  a ring of the convolution's last inputs
     delta_state.LAYER      [R, Hv, Dv, Dk]            float32  S transposed
     delta_pending_k.LAYER  [max_B, 2 T, Hk, Dk]       float32  a ring of pending rows' normed keys
-    delta_pending_d.LAYER  [max_B, 2 T, Hv, Dv]       float32  their corrections of S
-    delta_pending_g.LAYER  [max_B, 2 T, Hv]           float32  their decays
+    delta_pending_d.LAYER  [max_B, 2 T, Hv, Dv]       float32  pending rows' corrections of S
+    delta_pending_g.LAYER  [max_B, 2 T, Hv]           float32  pending rows' decays
 
-    state_lens             [max_B]                    int32    tokens that a slot's states contain, of all layers
-    prefill_states         [1, 1 + 2 * MAX_KEPT]      int32    the host's: see `SnapshotBook`
+    state_lens             [max_B]                    int32    tokens that a slot's states contain, in all layers
+    prefill_states         [1, 1 + 2 * MAX_KEPT]      int32    the host's commands: see `SnapshotBook`
     """
 
     config: ModelConfig
@@ -41,7 +41,7 @@ class RecurrentState(SequenceState):
     num_snapshots: int = 0
 
     def specs(self) -> list[BufferSpec]:
-        """State of all layers."""
+        """Return the buffers of all layers."""
         batch, compute = self.max_batch, TORCH_DTYPES[self.config.dtype]
         ring, rows = 2 * self.max_rows, batch + self.num_snapshots
         specs = [
@@ -71,16 +71,16 @@ class RecurrentState(SequenceState):
         return specs
 
     def emit_end(self, builder: ProgramBuilder, rows: Rows, stage: Stage) -> None:
-        """Set the lengths that states contain, of all layers."""
+        """Emit the operation that sets the number of tokens that the states of all layers contain."""
         kind = "prefill_advance_states" if rows.chunk else "advance_states"
         builder.emit(kind, stage, reads=dict(rows.recurrent), writes={"state_lens": "state_lens"})
 
     def slot_pools(self) -> tuple[str, ...]:
-        """Those of states and of pending rows."""
+        """Return the pools of states and of pending rows."""
         return SNAPSHOTS[1], PENDING[1]
 
     def slot_bytes(self) -> dict[str, int]:
-        """Bytes of a slot, pending rows included, and of a snapshot of it."""
+        """Return the bytes of a slot, with its pending rows, and of a snapshot."""
         one = replace(self, max_batch=1, num_snapshots=0).num_bytes
         return {"state_bytes_per_slot": one, "snapshot_bytes": self.snapshot_bytes}
 

@@ -1,4 +1,4 @@
-"""This module lists the chunks that prompts find on the device, by digest, until their blocks are needed."""
+"""This module keeps the chunks on the device that prompts can share, until a request needs their blocks."""
 
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -13,13 +13,13 @@ __all__ = ["SharedChunks"]
 
 
 class SharedChunks:
-    """The index of chunks and the blocks that they are in, of the first pool.
+    """The prefix index, and the first pool's blocks, in which its chunks lie.
 
     num_blocks, block_size, prefill_chunk  see `lowlat.sequence.kvcache.KVCache`
-    reuse       False: no prompt finds anything
-    books       of other pools, which are told what becomes of chunks
-    tiers       below the device's memory, which pins chunks, too; None: there are none
-    generation  a number that grows whenever an admission that did not fit might fit now
+    reuse       False: no chunk is shared
+    books       the books of other pools, which drop and pin the same chunks
+    tiers       the tiers below the device's memory, which pin the same chunks; None: there are none
+    generation  a number that grows when an admission that did not fit might fit now
     Raises ConfigError for sizes that cannot work.
     """
 
@@ -43,32 +43,32 @@ class SharedChunks:
         self.index = PrefixIndex()
         self.generation = 0
         self._chains = PrefixChains(self.index, prefill_chunk)
-        self._pins: dict[Hashable, tuple[list[bytes], tuple[list[bytes], ...]]] = {}  # and what prompts go on from
+        self._pins: dict[Hashable, tuple[list[bytes], tuple[list[bytes], ...]]] = {}  # chains, and where prompts go on
 
     @property
     def num_evictable(self) -> int:
-        """Blocks of chunks that nobody holds."""
+        """Blocks of listed chunks without users."""
         return self.index.num_unused * self.per_chunk
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can give."""
+        """Blocks that `take` can return."""
         return len(self.pool.free) + self.num_evictable
 
     def chain(self, prompt: Sequence[int], root: bytes) -> PrefixChain:
-        """The digests of a prompt's chunks, under the root of its salt."""
+        """Return the digests of a prompt's chunks, under the root of its salt."""
         return self._chains.of(prompt, root)
 
     def num_chunks(self, prompt: Sequence[int]) -> int:
-        """The chunks of a prompt that it may find: its last token is always read."""
+        """Return the number of chunks that a prompt may reuse: prefill always reads its last token."""
         return (len(prompt) - 1) // self.prefill_chunk if self.reuse else 0
 
     def num_whole(self, token_ids: Sequence[int]) -> int:
-        """The whole chunks of some tokens, where chunks are shared."""
+        """Return the number of complete chunks of a text; 0 without reuse."""
         return len(token_ids) // self.prefill_chunk if self.reuse else 0
 
     def lookup(self, prompt: Sequence[int], root: bytes) -> tuple[list[bytes], list[CachedChunk]]:
-        """The first chunks of a prompt that are listed, and their digests."""
+        """Return the digests of a prompt's first chunks that are listed, and these chunks."""
         digests: list[bytes] = []
         hits: list[CachedChunk] = []
         chain = self.chain(prompt, root)
@@ -82,18 +82,18 @@ class SharedChunks:
         return digests, hits
 
     def num_hits(self, digests: Sequence[bytes]) -> int:
-        """The chunks after which a prompt can go on in every layer."""
+        """Return the number of chunks after which a prompt can go on in all pools."""
         count = len(digests)
         while count and (fewer := min((book.num_hits(digests, count) for book in self.books), default=count)) < count:
             count = fewer
         return count
 
     def blocks_of(self, table: Sequence[int], k: int) -> Sequence[int]:
-        """The blocks of chunk k in a table."""
+        """Return the blocks of chunk k in a table."""
         return table[k * self.per_chunk : (k + 1) * self.per_chunk]
 
     def take(self, count: int) -> list[int]:
-        """So many blocks; chunks that were used longest ago go where too few are free."""
+        """Take `count` blocks; if too few are free, the least recently used chunks are evicted."""
         while len(self.pool.free) < count:
             self.free(self.index.evict_oldest())
         return self.pool.take(count)
@@ -109,16 +109,16 @@ class SharedChunks:
                 self.pool.give_back(chunk.blocks)
 
     def retire(self, chunk: CachedChunk) -> None:
-        """One less holds a chunk."""
+        """Count one user of a chunk less."""
         self.pool.give_back(self.index.retire(chunk))
 
     def pin(self, owner: Hashable, digests: Sequence[bytes], *, completed: bool = True) -> None:
-        """Have a chain of chunks stay while others can go, in every pool and tier, in place of the owner's before.
+        """Pin a chain of chunks in every pool and tier, in place of the owner's pins before.
 
-        Where other pools do not have what its end needs (of what decoding wrote, or of a prompt that was broken off),
-        they keep what the longest part needs from which a prompt can go on.
+        Other pools may lack what the end of the chain needs, if decoding wrote it or a prompt was broken off. Then they
+        pin what is needed after the longest part from which a prompt can go on.
 
-        completed  False: they also keep what the last completed one needs, as the next prompt may be another
+        completed  False: they also pin what the last completed chain needs, since the next prompt may differ
         """
         chain = list(digests)
         ends: tuple[list[bytes], ...] = (chain[: self.num_hits(chain)],)
@@ -134,7 +134,7 @@ class SharedChunks:
             self.tiers.pin(chain)
 
     def unpin(self, owner: Hashable) -> None:
-        """Let the chunks of an owner go as others do."""
+        """Remove an owner's pins."""
         chain, ends = self._pins.pop(owner, ([], ()))
         self.index.unpin(chain)
         for book in self.books:
@@ -144,5 +144,5 @@ class SharedChunks:
             self.tiers.unpin(chain)
 
     def pinned(self, owner: Hashable) -> list[bytes]:
-        """The chain that an owner pins."""
+        """Return the chain that an owner pins."""
         return list(self._pins.get(owner, ([], ()))[0])

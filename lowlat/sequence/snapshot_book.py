@@ -1,13 +1,18 @@
-"""This book knows which row of the recurrent states holds whose snapshot: the state after a chunk of a prompt.
+"""This is the book of snapshots: a snapshot is a row of the recurrent states with the state after a chunk of a prompt.
 
-`lowlat.sequence.kvcache` calls it next to its own book. A prompt goes on after the longest prefix of which both the
-keys and values and a snapshot are there. Snapshots are large, so few are kept: at the end of a prompt's last whole
-chunk, where another prompt was found to part from this one (the end of a system prompt), and at every so many
-positions. A prompt that is being read has one at the end of what was read, which moves along: one that is broken off
-goes on from there. Those used longest ago go first; a text that goes on from its end, and leaves another, does not use
-the one before in this sense. A request needs none: each fits, and its state is in the slot's own row. One is written
-whole before it is read, so that nothing is cleared. The device copies nothing by itself: a part of prefill begins with
-the row that it is told, and leaves its states in the rows that it is told.
+`lowlat.sequence.kvcache` calls it beside its own book. A prompt goes on after the longest prefix that has both its keys
+and values and a snapshot. Snapshots are large, so prompts leave few:
+
+- at the end of a prompt's last complete chunk,
+- where another prompt was found to diverge from this one, such as the end of a system prompt,
+- at regular intervals of positions,
+- while a prompt is read, at the end of the last part: this one moves along with each part, so that a prompt that is
+  broken off goes on from there.
+
+The least recently used snapshot is evicted first. If one text goes on from its own end, and leaves a snapshot at its
+new end, that does not count as a use. Requests reserve no snapshot, so each request fits: its state is in the slot's
+own row. A snapshot is written whole before it is read, so nothing is cleared. The host's commands tell each part of
+prefill from which row it begins, and in which rows it leaves its states.
 """
 
 from collections import OrderedDict
@@ -22,14 +27,14 @@ from lowlat.sequence.tiers.key import COMING
 
 __all__ = ["MAX_KEPT", "NO_SNAPSHOTS", "OWN_ROW", "PREFILL_STATES", "SnapshotBook"]
 
-PREFILL_STATES = "prefill_states"  # the command buffer: the row to begin with, then pairs of a row and when it is kept
-OWN_ROW = -1  # in it: the slot's own row; of a pair: nothing is kept
+PREFILL_STATES = "prefill_states"  # the command buffer: the first row, then pairs of a row and a number of positions
+OWN_ROW = -1  # in this buffer: the slot's own row; in a pair: no snapshot
 MAX_KEPT = 2  # snapshots that one part of a prompt may leave
 NO_SNAPSHOTS = (OWN_ROW, *(OWN_ROW, 0) * MAX_KEPT)  # a part that begins with the slot's own row and leaves none
 
 
 class _Place(Enum):
-    """Where a snapshot was left."""
+    """The reason for which a snapshot was left."""
 
     END = "the end of a prompt"
     PASSING = "the end of what was read of a prompt, which moves along"
@@ -39,11 +44,11 @@ class _Place(Enum):
 
 @dataclass(eq=False, slots=True)
 class _Snapshot:
-    """A row with the state after a chunk. One that was dropped while a request begins with it goes when that has begun.
+    """A row with the state after a chunk. If it is dropped, its row is free after its last user has begun.
 
-    place      what it was left for
-    num_users  requests that will begin with it
-    num_found  requests that began with it
+    place      why it was left
+    num_users  admitted requests that have yet to begin with it
+    num_found  requests that were admitted to begin with it
     """
 
     digest: bytes
@@ -55,20 +60,23 @@ class _Snapshot:
 
     @property
     def is_end(self) -> bool:
-        """Whether its text goes on from it once."""
+        """Whether the text that left it is expected to go on from it once."""
         return self.place in (_Place.END, _Place.PASSING)
 
 
 @dataclass(eq=False, slots=True)
 class _Holding:
-    """One request: the snapshot that it begins with, the positions of its prompt, and where it parts from another text.
+    """The book's record of a request.
 
-    begun     the digest of the snapshot that it began with
-    pending   rows that the part under way leaves, and where, by the number of the chunk that they follow
-    own       digests of the snapshots that it has left
-    passing   the one that moves along, its own or that of a request that was broken off
-    command   contents of the command buffer for the part under way
-    grows     its prompt becomes longer while it is read
+    begins      the snapshot that it will begin with; None: there is none, or it has begun
+    num_prompt  positions of its prompt
+    parting     the position at which it diverges from another text; 0: it does not
+    begun       the digest of the snapshot that it began with
+    pending     rows that the part under way leaves, and why, by the number of the chunk that they follow
+    own         digests of the snapshots that it has left
+    passing     the snapshot that moves along, its own or that of a request that was broken off
+    command     contents of the command buffer for the part under way
+    grows       its prompt becomes longer while it is read
     """
 
     begins: _Snapshot | None
@@ -86,7 +94,7 @@ class SnapshotBook(PoolBook):
     """The book of snapshots: rows `first_row` to `first_row` + `num_snapshots` - 1 of the recurrent states.
 
     prefill_chunk  positions of a chunk: snapshots lie at multiples of it
-    interval       positions between the snapshots that are kept for no other reason, a multiple of it; 0: none are
+    interval       positions between regular snapshots, a multiple of prefill_chunk; 0: none are left
     """
 
     name, kind, num_places = ".states", "snapshots", 1
@@ -96,25 +104,25 @@ class SnapshotBook(PoolBook):
         self.num_snapshots, self._chunk, self._interval = num_snapshots, prefill_chunk, interval
         self._first_row = first_row
         self._free = list(range(first_row + num_snapshots - 1, first_row - 1, -1))
-        self._listed: OrderedDict[bytes, _Snapshot] = OrderedDict()  # the first to go first
-        self._dropped: list[_Snapshot] = []  # not listed any more, but somebody begins with them
+        self._listed: OrderedDict[bytes, _Snapshot] = OrderedDict()  # in the order of eviction
+        self._dropped: list[_Snapshot] = []  # unlisted, but a request has yet to begin with them
         self._holdings: dict[str, _Holding] = {}
         self._num_found = 0
 
     def num_hits(self, digests: Sequence[bytes], most: int) -> int:
-        """The first chunks, `most` at the most, the last of which has a snapshot."""
+        """Return the largest number of chunks, at most `most`, of which the last has a snapshot."""
         return next((count for count in range(most, 0, -1) if digests[count - 1] in self._listed), 0)
 
     def needed(self, digests: Sequence[bytes]) -> Sequence[bytes]:
-        """The last two: a prompt that ends with a chunk leaves its last snapshot before that."""
+        """Return the last two: a prompt that ends with a complete chunk leaves its last snapshot before that chunk."""
         return digests[-2:]
 
     def goes_on(self, digests: Sequence[bytes], is_kept: IsKept) -> bool:
-        """Whether there is a snapshot after the last."""
+        """Whether a snapshot after the last chunk is kept."""
         return bool(digests) and bool(is_kept(digests[-1]))
 
     def restore(self, digests: Sequence[bytes], is_kept: IsKept) -> Mapping[bytes, tuple[int, ...]]:
-        """List the snapshot after the last chunk that has one, here or in the tier."""
+        """List the snapshot after the last chunk that has one, if it is in the tier; returns the row to fill."""
         for digest in reversed(digests):
             if digest in self._listed:
                 return {}
@@ -127,20 +135,20 @@ class SnapshotBook(PoolBook):
         return {}
 
     def places(self, digest: bytes) -> tuple[int, ...] | None:
-        """The row of a listed snapshot."""
+        """Return the row of a listed snapshot."""
         snapshot = self._listed.get(digest)
         return None if snapshot is None else (snapshot.row,)
 
     def admit(
         self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes], num_common: int
     ) -> None:
-        """Hold the snapshot that a request begins with, and settle where it leaves some."""
+        """Hold the snapshot that a request begins with, and note where it diverges from another text."""
         begins = None
         if digests:
             begins = self._listed[digests[-1]]
             begins.num_users += 1
             begins.num_found += 1
-            if begins.num_found > begins.is_end:  # several texts go on from it; one alone has another end soon
+            if begins.num_found > begins.is_end:  # several texts go on from it; a single one soon leaves a new end
                 self._listed.move_to_end(begins.digest)
             self._num_found += 1
         begun = digests[-1] if digests else None
@@ -148,7 +156,7 @@ class SnapshotBook(PoolBook):
         self._holdings[request_id] = _Holding(begins, num_prompt, num_common * self._chunk, begun, passing=passing)
 
     def append(self, request_id: str, start: int, stop: int) -> None:
-        """Take rows for the snapshots that the prompt's positions [start, stop) leave, as far as there are rows."""
+        """Take rows for the snapshots that the prompt's positions [start, stop) leave, as far as rows are available."""
         holding = self._holdings[request_id]
         self._forget_pending(holding)
         begins = holding.begins
@@ -168,11 +176,11 @@ class SnapshotBook(PoolBook):
         holding.command = [begin, *(value for pair in pairs for value in pair)]
 
     def commands(self, request_id: str) -> Mapping[str, Sequence[int]]:
-        """The row that the part under way begins with, and MAX_KEPT pairs: a row, and after how many positions."""
+        """Return the row that the part under way begins with, and MAX_KEPT pairs of a row and a number of positions."""
         return {PREFILL_STATES: self._holdings[request_id].command}
 
     def attach(self, request_id: str, k: int, digest: bytes) -> None:
-        """List the snapshot after chunk k under its digest, where the request left one and nobody's is listed."""
+        """List the snapshot after chunk k under its digest, if the request left one and none is listed yet."""
         holding = self._holdings[request_id]
         if (found := holding.pending.pop(k, None)) is None:
             return
@@ -180,7 +188,7 @@ class SnapshotBook(PoolBook):
         if digest in self._listed:
             self._free.append(row)
             return
-        self._move_along(holding)  # from the row that the part began with
+        self._move_along(holding)  # drops the one before, with whose row the part began
         snapshot = self._listed[digest] = _Snapshot(digest, row, place)
         self._listed.move_to_end(digest, last=place in (_Place.END, _Place.PARTING))
         holding.own.append(digest)
@@ -188,14 +196,14 @@ class SnapshotBook(PoolBook):
             holding.passing = snapshot
 
     def worth_keeping(self, request_id: str, digests: Sequence[bytes], num_before: int) -> Iterable[bytes]:
-        """All but the one that moves along."""
+        """Yield the new chunks with a snapshot, but the one that moves along."""
         for digest in digests[num_before:]:
             snapshot = self._listed.get(digest)
             if snapshot is not None and snapshot.place is not _Place.PASSING:
                 yield digest
 
     def drop(self, digest: bytes, *, poisoned: bool = False) -> None:
-        """Unlist the snapshot of a digest. Its row is written whole before it is read again, so nothing is cleared."""
+        """Unlist a chunk's snapshot; its row is written whole before it is read again, so nothing is cleared."""
         snapshot = self._listed.pop(digest, None)
         if snapshot is None:
             return
@@ -206,14 +214,14 @@ class SnapshotBook(PoolBook):
             self._free.append(snapshot.row)
 
     def distrust(self, request_id: str) -> None:
-        """A request failed with NaN: none of its snapshots is listed any more."""
+        """Unlist all snapshots of a request that failed with NaN."""
         for digest in self._holdings[request_id].own:
             self.drop(digest, poisoned=True)
 
     def release(self, request_id: str) -> None:
-        """Take back what a request holds; its snapshots stay, and the last of them goes after all others.
+        """Take back a request's rows; its listed snapshots stay, and the last one is evicted after all others.
 
-        Where it has left none, that from which it began does.
+        If the request has left none, this holds for the snapshot that it began with.
         """
         holding = self._holdings.pop(request_id)
         self._forget_pending(holding)
@@ -224,22 +232,22 @@ class SnapshotBook(PoolBook):
             self._listed.move_to_end(last)
 
     def grow(self, request_id: str, num_prompt: int) -> None:
-        """Leave a snapshot at its end where it grows no more."""
+        """Record the new length; a growing prompt leaves the snapshot of its end only with its last part."""
         holding = self._holdings[request_id]
         holding.num_prompt, holding.grows = num_prompt, True
 
     def move_out(self, request_id: str) -> tuple[tuple[int, ...], object]:
-        """Nothing is moved: its state is in the slot's own row."""
+        """Release the request; there is nothing to move, since its state is in the slot's own row."""
         self.release(request_id)
         return (), None
 
     def move_in(self, request_id: str, moved: object) -> tuple[int, ...]:
-        """A request that decodes begins with no snapshot, and leaves none."""
+        """Record a request that decodes: it begins with no snapshot, and leaves none."""
         self._holdings[request_id] = _Holding(None, 0, command=list(NO_SNAPSHOTS))
         return ()
 
     def stats(self) -> dict[str, int]:
-        """Snapshots by state, and requests that began with one, as JSON."""
+        """Return counts of snapshots by state, and of requests that began with one, as JSON."""
         return {
             "num_snapshots": self.num_snapshots,
             "num_free": len(self._free),
@@ -249,7 +257,7 @@ class SnapshotBook(PoolBook):
         }
 
     def problems(self, requests: Collection[str], index: PrefixIndex) -> Iterator[str]:
-        """Faults of the book, in words; nothing when it is sound."""
+        """Describe the book's faults; yields nothing if it is sound."""
         if set(requests) != set(self._holdings):
             yield f"snapshots: {len(self._holdings)} requests are known, and {len(requests)} hold blocks"
         if lost := [digest for digest in self._listed if index.get(digest) is None]:
@@ -264,7 +272,7 @@ class SnapshotBook(PoolBook):
                 yield f"snapshot of row {snapshot.row} has {count} users, and counts {snapshot.num_users}"
 
     def _places(self, holding: _Holding, start: int, stop: int) -> Mapping[int, _Place]:
-        """The positions in (start, stop] whose states are worth a row, the best first, MAX_KEPT at the most."""
+        """Return the positions in (start, stop] whose states are worth a row, the best first, at most MAX_KEPT."""
         size, num_prompt, is_last = self._chunk, holding.num_prompt, stop >= holding.num_prompt
         found: dict[int, _Place] = {}
         if is_last or not holding.grows:
@@ -278,15 +286,16 @@ class SnapshotBook(PoolBook):
         return dict(islice(((each, place) for each, place in found.items() if start < each <= stop), MAX_KEPT))
 
     def _move_along(self, holding: _Holding) -> None:
-        """Give back the row of a request's snapshot that moves along, unless another is about to begin with it."""
+        """Drop a request's snapshot that moves along, unless another request is about to begin with it."""
         passing, holding.passing = holding.passing, None
         if passing is not None and passing.listed and not passing.num_users:
             self.drop(passing.digest)
 
     def _take(self, place: _Place) -> int | None:
-        """A row for a snapshot: a free one, or that of the snapshot used longest ago, of a session's last.
+        """Take a free row, or evict the least recently used snapshot; sessions' snapshots go after others.
 
-        None: all are about to be read, or one that moves along would take another's, or one of an interval a session's.
+        Returns None if requests are about to read all snapshots, if one that moves along would evict another, or if a
+        regular one would evict a session's.
         """
         if not self._free:
             free = [each for each in self._listed.values() if not each.num_users]
@@ -304,6 +313,6 @@ class SnapshotBook(PoolBook):
             self._free.append(snapshot.row)
 
     def _forget_pending(self, holding: _Holding) -> None:
-        """Give back the rows of a part whose chunks were not listed."""
+        """Give back the rows that a part took for snapshots, and that were not listed."""
         self._free.extend(row for row, _ in holding.pending.values())
         holding.pending.clear()

@@ -1,4 +1,4 @@
-"""SpecPV keeps this next to paged KV: summaries of keys, and the blocks that each slot's layers attend to."""
+"""This module declares SpecPV's state beside paged KV: summaries of keys, and the blocks that each slot attends to."""
 
 from dataclasses import dataclass
 
@@ -15,13 +15,14 @@ __all__ = ["SparseLists"]
 
 @dataclass(frozen=True)
 class SparseLists(SequenceState):
-    """SpecPV's state for slots of `table_width` blocks: of each layer without a window
+    """SpecPV's state for slots of `table_width` blocks. Each layer without a window has
 
     key_summary.LAYER  [P, G, parts of a block, 2, D]  compute  largest and smallest key of a part
     block_lists.LAYER  [max_B, G, parts of a slot]     int32    see `lowlat.kernels.reference.attention.partial`
 
-    partial_shifts     [max_B]                         int32    positions that a slot's lists leave out, of all layers
-    and the host's orders for a refresh. When lists are chosen again `lowlat.sequence.partial` says.
+    partial_shifts     [max_B]                         int32    positions that a slot's lists leave out
+    All layers share the last one, and the buffers of the host's commands for a refresh. `lowlat.sequence.partial`
+    decides when lists are chosen again.
     """
 
     config: ModelConfig
@@ -32,7 +33,7 @@ class SparseLists(SequenceState):
     table_width: int
 
     def specs(self) -> list[BufferSpec]:
-        """State of all layers, then what the host writes."""
+        """Return the state of all layers, then the buffers that the host writes."""
         config, batch, ints = self.config, self.max_batch, torch.int32
         parts, dtype = self.block_size // self.partial.block, TORCH_DTYPES[config.dtype]
         specs = [BufferSpec("partial_shifts", (batch,), ints, Role.STATE, by_slot=True)]

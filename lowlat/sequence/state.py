@@ -1,6 +1,6 @@
-"""This module has the interface of the state that a slot keeps between steps, for programs, memory plans and sessions.
+"""This is the interface of the state that a slot keeps between steps; programs, memory plans and sessions use it.
 
-The host's book in `lowlat.sequence.kvcache` knows which request holds which part of the buffers.
+The host's books know which request holds which blocks and rows of it: see `lowlat.sequence.kvcache`.
 """
 
 from abc import ABC, abstractmethod
@@ -15,15 +15,16 @@ __all__ = ["SequenceState"]
 class SequenceState(ABC):
     """The state that some of a model's layers keep for a slot from one step to the next.
 
-    Operations on the device append and reject rows in these buffers. The host's books give blocks and rows to requests.
+    Operations of the step append and reject rows on the device, in these buffers. The host's books assign the buffers'
+    blocks and rows to requests.
     """
 
     @abstractmethod
     def specs(self) -> list[BufferSpec]:
-        """The buffers of the state: by position or by block of a pool, by slot, or the host's commands about them."""
+        """Return its buffers: by position, block or slot, and those of the host's commands about them."""
 
     def emit_end(self, builder: ProgramBuilder, rows: Rows, stage: Stage) -> None:
-        """Append the operations that complete the state for these rows, after those of all layers; most have none."""
+        """Emit the operations after all layers that record these rows in the state; most kinds have none."""
         return
 
     @property
@@ -33,20 +34,20 @@ class SequenceState(ABC):
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of one snapshot, from which another prompt continues; 0: it needs none, since its blocks hold all."""
+        """Bytes of one snapshot, from which another prompt can go on; 0 for state in blocks, which needs none."""
         return 0
 
     def slot_bytes(self) -> dict[str, int]:
-        """The bytes that a slot always takes, however long its text is, by name, for reports; paged state has none."""
+        """Return the bytes that a slot takes at any length, by name, for reports; none for paged state."""
         return {}
 
     def slot_pools(self) -> tuple[str, ...]:
-        """The pools whose first rows belong to slots: the host zeroes the row of a request that failed with NaN.
+        """Return the pools that begin with a row a slot; the host zeroes a slot's row if its request fails with NaN.
 
-        State in blocks has none: the book names the blocks to clear.
+        State in blocks has none: its book names the blocks to clear.
         """
         return ()
 
     def saved(self) -> tuple[str, ...]:
-        """The buffers with a request's state: its blocks of paged ones, its slot's row of others."""
+        """Return the buffers that a session saves: the request's blocks of paged buffers, its slot's row of others."""
         return tuple(spec.name for spec in self.specs() if spec.role is Role.STATE)

@@ -1,8 +1,8 @@
-"""This book knows which block of a window's pool holds what, and which chunks' blocks wait for other prompts.
+"""This is the book of a window's pool: it gives requests their blocks, and lists chunks' blocks for later prompts.
 
-`lowlat.sequence.kvcache` calls it next to its own book. A prefix is found there; here stand the blocks that rows after
-it would see. A request reserves what it needs at a time. Blocks that no row of it can see any more go to others while
-it runs; those of a complete chunk of a prompt stay listed until somebody needs the space.
+`lowlat.sequence.kvcache` calls it beside its own book, which finds the cached prefix; this book has the blocks that
+rows after the prefix see. A request reserves only what it holds at a time. While it runs, it gives back the blocks that
+none of its later rows sees. The blocks of complete chunks of a prompt stay listed until a request needs the space.
 """
 
 from collections import Counter, OrderedDict
@@ -19,20 +19,20 @@ from lowlat.sequence.window_pool import WindowPool
 
 __all__ = ["WindowBook"]
 
-KEPT_EVERY = 8192  # positions of a prompt, at most, between those from which prompts can go on by what the tiers keep
-KEPT_WINDOWS = 16  # the same in windows
+KEPT_EVERY = 8192  # most positions between the places of a prompt whose contents the tiers keep for later prompts
+KEPT_WINDOWS = 16  # the same limit in windows
 
 
 @dataclass(eq=False, slots=True)
 class _Part:
-    """A chunk's blocks in this pool, written and immutable; unlisted ones go when the last table lets go of them."""
+    """A chunk's blocks in this pool, written and immutable; if unlisted, they are free after their last user."""
 
     digest: bytes
     blocks: tuple[int, ...]
     num_users: int
     listed: bool = True
-    is_end: bool = False  # of a prompt, which goes on from it once
-    num_found: int = 0  # prompts that went on from it, or would have
+    is_end: bool = False  # at the end of a prompt, which is expected to go on from it once
+    num_found: int = 0  # prompts that went on from it, or diverged after it
 
     @property
     def is_shared(self) -> bool:
@@ -42,13 +42,15 @@ class _Part:
 
 @dataclass(eq=False, slots=True)
 class _Holding:
-    """One request: its table by position, 0 where it holds nothing, and its chunks that are or were listed.
+    """The book's record of a request.
 
-    is_whole    it holds all of its blocks to its end; else decoding goes round in the ring's, from `ring_start` on
-    takes_more  it will take blocks in place of those that it lets go of
-    parting     chunks that rows see after which it parts from another text; the book did not have all of them
-    num_held    different blocks of the table
+    table       its blocks by position, 0 where it holds none
     num_prompt  positions of its prompt
+    is_whole    it holds all of its blocks to its end; else decoding repeats the ring's, from `ring_start` on
+    takes_more  it will take blocks in place of those that it gives back
+    parting     chunks that rows see where it diverges from another text; some were not listed
+    num_held    different blocks of the table
+    parts       its chunks that are or were listed, by number
     """
 
     table: list[int]
@@ -58,15 +60,15 @@ class _Holding:
     takes_more: bool
     parting: range = range(0)
     num_held: int = 0
-    first: int = 0  # the first block that it may hold
-    stop: int = 0  # the first that it did not get yet
+    first: int = 0  # place in the table of the first block that it may hold
+    stop: int = 0  # place after the last block that it has got so far
     ring_start: int | None = None
     ring_size: int = 0
     parts: dict[int, _Part] = field(default_factory=dict)
 
 
 class WindowBook(PoolBook):
-    """The book of one window's pool. Every block is free, held by a table, listed without a user, or to be cleared."""
+    """The book of one window's pool. Each block is free, held by a table, listed without users, or to be cleared."""
 
     kind = "windows"
 
@@ -77,9 +79,9 @@ class WindowBook(PoolBook):
         self._chunk = prefill_chunk
         self._free = list(range(pool.num_blocks - 1, 0, -1))
         self._to_clear: list[int] = []
-        self._to_clear_in_use: list[int] = []  # handed out before they were cleared, and written by nobody yet
+        self._to_clear_in_use: list[int] = []  # handed out before they were cleared, and not written yet
         self._dirty: set[int] = set()
-        self._parts: OrderedDict[bytes, _Part] = OrderedDict()  # those without users go, the first of them first
+        self._parts: OrderedDict[bytes, _Part] = OrderedDict()  # unused ones are evicted in this order
         self._unused: dict[bytes, _Part] = {}
         self._holdings: dict[str, _Holding] = {}
 
@@ -89,7 +91,7 @@ class WindowBook(PoolBook):
         return self.pool.num_blocks - 1
 
     def check(self, request_id: str, num_blocks: int) -> None:
-        """Raise RequestError where a table of so many blocks needs more of them at a time than there are."""
+        """Raise RequestError if a table of `num_blocks` blocks holds more of them at a time than the pool has."""
         needed = self.pool.worst_case(num_blocks, self.per_chunk)
         if needed > self.capacity:
             raise RequestError(
@@ -98,7 +100,7 @@ class WindowBook(PoolBook):
             )
 
     def num_hits(self, digests: Sequence[bytes], most: int) -> int:
-        """The chunks, `most` at the most, after which a prompt can go on: what rows there see is listed."""
+        """Return the largest number of chunks, at most `most`, such that the chunks that later rows see are listed."""
         for count in range(most, 0, -1):
             first = self._first_seen(count * self._chunk)
             if all(digests[k] in self._parts for k in range(first, count)):
@@ -106,11 +108,11 @@ class WindowBook(PoolBook):
         return 0
 
     def needed(self, digests: Sequence[bytes]) -> Sequence[bytes]:
-        """Those that rows after the chain see."""
+        """Return the chunks that rows after the chain see."""
         return digests[self._first_seen(len(digests) * self._chunk) :]
 
     def restore(self, digests: Sequence[bytes], is_kept: IsKept) -> Mapping[bytes, tuple[int, ...]]:
-        """List the chunks that rows after these see, as many of these chunks as the tier and free blocks allow."""
+        """List the chunks that rows after the chain see, or after as much of it as the tier and free blocks allow."""
         for count in range(len(digests), 0, -1):
             first = self._first_seen(count * self._chunk)
             seen = digests[first:count]
@@ -138,19 +140,19 @@ class WindowBook(PoolBook):
         return {}
 
     def places(self, digest: bytes) -> tuple[int, ...] | None:
-        """The blocks of a listed chunk."""
+        """Return the blocks of a listed chunk."""
         part = self._parts.get(digest)
         return None if part is None else part.blocks
 
     def fits(self, num_blocks: int, digests: Sequence[bytes]) -> bool:
-        """Whether a request with a table of so many blocks fits now, that goes on after these chunks."""
+        """Whether a request with a table of `num_blocks` blocks, which goes on after these chunks, fits now."""
         hits = self._seen_after(digests).values()
         needed, is_whole = self._need(num_blocks, len(digests))
         holders = self._holders_that_take_more()
-        num_back = len(hits)  # chunks whose blocks it need not find twice
-        if not is_whole:  # it takes others in place of all; those that somebody holds do not come back
+        num_back = len(hits)  # cached chunks that reduce the blocks that must be available
+        if not is_whole:  # it replaces all of them later; those with other users are not free then
             num_back = sum(not part.num_users for part in hits)
-        else:  # it keeps them, and they do not come back to those who take others in their place
+        else:  # it keeps them: they are not free when their other users replace them
             num_back -= sum(0 < part.num_users == holders[part] for part in hits)
         pinned = sum(not part.num_users for part in hits)
         return needed - (num_back - pinned) * self.per_chunk <= self._num_available(holders)
@@ -158,7 +160,7 @@ class WindowBook(PoolBook):
     def admit(
         self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes], num_common: int
     ) -> None:
-        """Reserve what a request needs; `fits` must have said that it fits."""
+        """Reserve a request's blocks; `fits` must have returned True."""
         hits = self._seen_after(digests)
         needed, is_whole = self._need(num_blocks, len(digests))
         holding = _Holding([0] * num_blocks, needed, num_prompt, is_whole, takes_more=not is_whole, parts=hits)
@@ -176,8 +178,10 @@ class WindowBook(PoolBook):
             self._extend(holding, num_blocks)
 
     def append(self, request_id: str, start: int, stop: int) -> None:
-        """Give the blocks of the prompt's positions [start, stop); with its last one, those that decoding goes round
-        in. Blocks that rows from `start` on do not see are given back."""
+        """Give a request the blocks of its prompt's positions [start, stop), and with the last part its ring.
+
+        It gives back the blocks that rows from `start` on do not see.
+        """
         holding = self._holdings[request_id]
         if holding.is_whole or holding.ring_start is not None:
             return
@@ -194,20 +198,20 @@ class WindowBook(PoolBook):
             holding.stop = len(holding.table)
 
     def mark_prefilled(self, request_id: str) -> None:
-        """The prompt's last positions are launched: what no later row sees is given back, and nothing more is taken."""
+        """Give back the blocks that rows after the prompt do not see; the request takes no more blocks."""
         holding = self._holdings[request_id]
         if not holding.is_whole:
             self._forget(holding, holding.num_prompt, end=self._first_of_end(holding, holding.num_prompt))
             holding.num_reserved, holding.takes_more = holding.num_held, False
 
     def commands(self, request_id: str) -> Mapping[str, Sequence[int]]:
-        """A request's blocks by position: 0 where no row of it reads."""
+        """Return a request's blocks by position, 0 where none of its rows reads."""
         return {f"prefill_table{self.name}": list(self._holdings[request_id].table)}
 
     def attach(self, request_id: str, k: int, digest: bytes) -> None:
-        """List a request's blocks of chunk k under its digest, where it has all of them and nobody's are listed.
+        """List a request's blocks of chunk k under its digest, if it has all of them and none are listed yet.
 
-        Those that decoding goes round in are not: steps under way may still write over them.
+        Blocks of its ring are not listed: steps under way may still write over them.
         """
         holding = self._holdings[request_id]
         first, stop = k * self.per_chunk, (k + 1) * self.per_chunk
@@ -219,8 +223,10 @@ class WindowBook(PoolBook):
             part.num_found += 1
 
     def worth_keeping(self, request_id: str, digests: Sequence[bytes], num_before: int) -> Iterable[bytes]:
-        """Those that prompts see which go on from this one's end, from where it parts from another, or from every so
-        many positions; other prompts that go on from its middle read from there."""
+        """Yield the chunks that rows see after this prompt's end, after its divergence from another, or at intervals.
+
+        The intervals are KEPT_EVERY positions or KEPT_WINDOWS windows: prompts that go on from the middle begin there.
+        """
         holding, count = self._holdings[request_id], len(digests)
         is_read = count == holding.num_prompt // self._chunk
         end = self._first_of_end(holding, count * self._chunk) if is_read else count
@@ -232,11 +238,11 @@ class WindowBook(PoolBook):
         yield from (part.digest for part in holding.parts.values() if part.is_shared)
 
     def spare(self, digests: Sequence[bytes], num_before: int) -> Iterable[bytes]:
-        """All: a prompt may go on from anywhere, as a question about a document does."""
+        """Return all new chunks: a prompt may go on from any chunk, as a question about a document does."""
         return digests[num_before:]
 
     def drop(self, digest: bytes, *, poisoned: bool = False) -> None:
-        """Unlist the chunk of a digest; poisoned: its blocks are cleared before anybody gets them."""
+        """Unlist a chunk; poisoned: its blocks are cleared before reuse."""
         part = self._parts.pop(digest, None)
         if part is None:
             return
@@ -248,7 +254,7 @@ class WindowBook(PoolBook):
             self._give_back(part.blocks)
 
     def distrust(self, request_id: str) -> None:
-        """A request failed with NaN: none of its chunks is listed any more, and all of its blocks are cleared."""
+        """Unlist the chunks of a request that failed with NaN, and have all of its blocks cleared."""
         holding = self._holdings[request_id]
         self._dirty.update(block for block in holding.table if block)
         for part in holding.parts.values():
@@ -256,7 +262,7 @@ class WindowBook(PoolBook):
                 self.drop(part.digest, poisoned=True)
 
     def release(self, request_id: str) -> None:
-        """Take back what a request holds; its chunks that are listed stay, those at its end longest."""
+        """Take back a request's blocks; its listed chunks stay, those at its end longest."""
         holding = self._holdings.pop(request_id)
         private = set(holding.table).difference((0,), *(part.blocks for part in holding.parts.values()))
         self._give_back(sorted(private, reverse=True))
@@ -265,27 +271,27 @@ class WindowBook(PoolBook):
             self._retire(holding.parts[k], is_end=k >= end)
 
     def num_to_move(self, request_id: str) -> int:
-        """The blocks that it holds."""
+        """Return the number of blocks that it holds."""
         return self._holdings[request_id].num_held
 
     def grow(self, request_id: str, num_prompt: int) -> None:
-        """Its ring begins after so many positions."""
+        """Record the new length of the prompt, after which its ring begins."""
         self._holdings[request_id].num_prompt = num_prompt
 
     def move_out(self, request_id: str) -> tuple[tuple[int, ...], object]:
-        """Take back a request's blocks, each once, in order of its table."""
+        """Take back a request's blocks; returns them once each, in the order of its table."""
         holding = self._holdings[request_id]
         places = tuple(dict.fromkeys(block for block in holding.table if block))
         self.release(request_id)
         return places, replace(holding, table=list(holding.table), parts={})
 
     def fits_moved(self, moved: object) -> bool:
-        """Whether as many blocks as it had reserved are there."""
+        """Whether as many blocks as it had reserved are available."""
         available = self._num_available(self._holders_that_take_more())
         return isinstance(moved, _Holding) and moved.num_reserved <= available
 
     def move_in(self, request_id: str, moved: object) -> tuple[int, ...]:
-        """Give it blocks of its own in place of those that it had, those that go round in a ring included."""
+        """Give it blocks of its own in place of its former ones, including those of its ring."""
         if not isinstance(moved, _Holding):
             raise InvariantError(f"request {request_id} was not moved out of window {self.pool.window}")
         before = dict.fromkeys(block for block in moved.table if block)
@@ -295,14 +301,14 @@ class WindowBook(PoolBook):
         return tuple(now.values())
 
     def take_blocks_to_clear(self) -> list[int]:
-        """Blocks that the caller zeroes before anything else is launched."""
+        """Take the blocks that the caller zeroes before it launches anything else."""
         blocks, self._to_clear = self._to_clear, []
         in_use, self._to_clear_in_use = self._to_clear_in_use, []
         self._free.extend(blocks)
         return blocks + in_use
 
     def stats(self) -> dict[str, int]:
-        """Blocks by state, and the window, as JSON."""
+        """Return counts of blocks by state, and the window, as JSON."""
         free, evictable = len(self._free), len(self._unused) * self.per_chunk
         used = self.capacity - free - evictable - len(self._to_clear)
         counts = {"num_free": free, "num_evictable": evictable, "num_to_clear": len(self._to_clear), "num_used": used}
@@ -310,48 +316,48 @@ class WindowBook(PoolBook):
         return {"window": self.pool.window, "num_blocks": self.capacity, **counts, **broken}
 
     def _need(self, num_blocks: int, num_hits: int) -> tuple[int, bool]:
-        """Blocks that a request reserves, and whether it holds all of its table's from its first row on."""
+        """Return the blocks that a request reserves, and whether it holds the whole table from its first row on."""
         first = self.pool.first_block(num_hits * self._chunk) // self.per_chunk * self.per_chunk
         most = self.pool.most_blocks(self.per_chunk)
         return min(num_blocks - first, most), num_blocks - first <= most
 
     def _seen_after(self, digests: Sequence[bytes]) -> dict[int, _Part]:
-        """The listed chunks that rows after these chunks see, by number."""
+        """Return the listed chunks that rows after a chain see, by number."""
         return {k: self._parts[digests[k]] for k in range(self._first_seen(len(digests) * self._chunk), len(digests))}
 
     def _first_seen(self, position: int) -> int:
-        """The first chunk that rows from `position` on see."""
+        """Return the number of the first chunk that rows from `position` on see."""
         return self.pool.first_block(position) // self.per_chunk
 
     def _first_of_end(self, holding: _Holding, position: int) -> int:
-        """The first chunk that prompts see which go on from `position`, or are the same prompt."""
+        """Return the first chunk that rows see in prompts that go on from `position`, or in the same prompt again."""
         return self._first_seen(min(position, (holding.num_prompt - 1) // self._chunk * self._chunk))
 
     def _num_available(self, holders: Counter[_Part]) -> int:
-        """Blocks that nobody holds and no request was promised; holders: see `_holders_that_take_more`."""
+        """Return the blocks that are unused and not reserved; holders: see `_holders_that_take_more`."""
         return len(self._free) + len(self._unused) * self.per_chunk - self._num_outstanding(holders)
 
     def _num_outstanding(self, holders: Counter[_Part]) -> int:
-        """Blocks that requests have reserved and not taken, or will take in place of such as others go on holding."""
+        """Return the blocks that requests have yet to take: reserved ones, and replacements of those others hold."""
         shared = sum(count - (count == part.num_users) for part, count in holders.items())
         not_taken = sum(each.num_reserved - each.num_held for each in self._holdings.values())
         return not_taken + shared * self.per_chunk
 
     def _holders_that_take_more(self) -> Counter[_Part]:
-        """By chunk, how many of those who hold it will take other blocks in its place."""
+        """Count, by chunk, the requests that hold it and will take other blocks in its place."""
         return Counter(part for each in self._holdings.values() if each.takes_more for part in each.parts.values())
 
     def _extend(self, holding: _Holding, stop: int) -> None:
-        """Give the blocks of a table up to `stop`."""
+        """Fill a table with blocks up to place `stop`."""
         count = max(0, stop - holding.stop)
         holding.table[holding.stop : holding.stop + count] = self._take(count)
         holding.num_held += count
         holding.stop += count
 
     def _forget(self, holding: _Holding, position: int, end: int | None = None) -> None:
-        """Give back the blocks that rows from `position` on do not see; a listed chunk's together.
+        """Give back the blocks that rows from `position` on do not see; those of a listed chunk together.
 
-        end  the first chunk that prompts which go on after this one see: from it on they go after others
+        end  the first chunk that rows of continuing prompts see: chunks from it on are evicted after others
         """
         first = self.pool.first_block(position)
         place = holding.first
@@ -371,10 +377,12 @@ class WindowBook(PoolBook):
         holding.first = place
 
     def _retire(self, part: _Part, *, is_end: bool) -> None:
-        """One table less holds a chunk's blocks, at the end of a prompt or not.
+        """Count one user of a chunk less.
 
-        Ends, and chunks from which several texts go on, go after all others. An end from which its text went on keeps
-        its place among them: the text has another end. All else goes first.
+        is_end  the chunk is at the end of the user's prompt
+        Chunks at ends of prompts, and those from which several texts went on, are evicted after others. If only its own
+        text went on from an end, the end keeps its place in the order: the text has a new end. All others are evicted
+        first.
         """
         part.num_users -= 1
         if is_end and part.listed:
@@ -393,7 +401,7 @@ class WindowBook(PoolBook):
 
     def _take(self, count: int) -> list[int]:
         while len(self._free) < count and self._unused:
-            unused = (each for each in self._parts if each in self._unused)  # tables hold few of the first
+            unused = (each for each in self._parts if each in self._unused)  # few of the first ones have users
             digest = next((each for each in unused if each not in self._pins), None)
             if digest is None:
                 digest = next(each for each in self._parts if each in self._unused)
@@ -402,7 +410,7 @@ class WindowBook(PoolBook):
             del self._parts[digest]
             self._give_back(part.blocks)
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        while len(taken) < count:  # a block of a failed request, which somebody else had shared
+        while len(taken) < count:  # a failed request's block that another request shared
             if not self._to_clear:
                 raise InvariantError(f"{count} blocks of window {self.pool.window} were reserved, and are not there")
             taken.append(self._to_clear.pop())
@@ -421,9 +429,10 @@ class WindowBook(PoolBook):
                 self._free.append(block)
 
     def problems(self, requests: Collection[str], index: PrefixIndex) -> Iterator[str]:
-        """Faults of the book, in words; nothing when it is sound.
+        """Describe the book's faults; yields nothing if it is sound.
 
-        requests, index  those that hold blocks of other layers, and the chunks that prompts find
+        requests  the ids of requests that hold blocks of the first pool
+        index     the chunks that prompts find
         """
         name = f"window {self.pool.window}"
         if set(requests) != set(self._holdings):

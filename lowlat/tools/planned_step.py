@@ -1,7 +1,7 @@
-"""This module plans a decode step and a prefill pass as a GPU would run them, on a machine that needs none.
+"""This module plans a decode step and a prefill pass of a GPU, on a machine that needs none.
 
-The programs that a runtime of the same options would have are lowered for a described GPU, onto tensors that have no
-memory. Of a model its config.json is read, of a draft model its headers, and no weight.
+It lowers the programs of a runtime with the same options for a described GPU, onto tensors without memory. It reads a
+model's config.json and a draft model's headers, but no weight.
 """
 
 import json
@@ -62,7 +62,7 @@ PRESET_DRAFT_MODEL = Path("preset")  # stands for a preset's draft model, which 
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """A program and the groups of its operations, each with the launches that cover it; none where no kernels do."""
+    """A program and its fused groups, each with its launches; without groups if no kernels cover the program."""
 
     program: Program
     groups: tuple[LoweredGroup, ...]
@@ -73,10 +73,10 @@ class PlannedStep:
     """A step and a prefill pass of a pair on a GPU.
 
     problem   why the kernels do not cover the pair; None: they do
-    step      the programs of one step, in order: one, or where the device chooses the draft length its opening and body
+    step      the programs of one step, in order: one, or an opening and a body if the device chooses the draft length
     prefill   the pass of `positions` tokens of a prompt
-    rank      the geometry of the first rank's part of the target
-    num_gpus  that share the pair; the programs are the first one's
+    rank      the geometry of the first rank's shard of the target
+    num_gpus  GPUs that share the pair; the programs are those of the first
     """
 
     gpu: DescribedGpu
@@ -92,12 +92,12 @@ class PlannedStep:
 
 
 def preset_names() -> tuple[str, ...]:
-    """The published shapes that can be planned by name, without a config.json."""
+    """Return the published shapes that can be planned by name, without a config.json."""
     return tuple(read_geometries())
 
 
 def has_draft_models(name: str) -> bool:
-    """Whether it names a published shape that has draft models."""
+    """Whether `name` is a published shape that has draft models."""
     known = read_geometries()
     return name in known and known[name].has_draft_models
 
@@ -111,10 +111,10 @@ def plan_step(
     batch: int,
     context: int,
 ) -> PlannedStep:
-    """Plan the step of so many slots, and the last prefill pass of a prompt of `context` tokens.
+    """Plan the step of `batch` slots, and the last prefill pass of a prompt of `context` tokens.
 
-    model    a directory with a config.json, or a preset's name
-    speculative  with PRESET_DRAFT_MODEL as its model the preset's own draft model
+    model        a directory with a config.json, or a preset's name
+    speculative  with PRESET_DRAFT_MODEL as its model, it stands for the preset's own draft model
     Raises ConfigError for options that a runtime refuses.
     """
     if takes_all_free(options):
@@ -147,13 +147,13 @@ def plan_step(
 
 
 def _parts(bucket: Bucket, depth: int) -> list[Bucket]:
-    """The buckets whose programs are one step at the full draft length."""
+    """Return the buckets whose programs make up one step at the full draft length."""
     bodies = bodies_of(bucket)
     return [bucket, bodies[depth]] if bodies else [bucket]
 
 
 def target_config(model: Path, dtype: str = "auto") -> ModelConfig:
-    """The geometry of a directory's target, or of a preset's. Raises ConfigError."""
+    """Return the geometry of a directory's target, or of a preset. Raises ConfigError."""
     preset = read_geometries().get(str(model))
     if preset is None:
         return read_model_config(model, dtype=dtype)
@@ -165,7 +165,7 @@ def target_config(model: Path, dtype: str = "auto") -> ModelConfig:
 def _read(
     model: Path, speculative: SpeculativeConfig | None, options: RuntimeConfig
 ) -> tuple[ModelConfig, Speculator | None]:
-    """The target's geometry and its speculator."""
+    """Read the target's geometry, and plan its speculator."""
     config = target_config(model, options.dtype)
     config.check_context(options.max_context, model / "config.json")
     if speculative is None or not speculative.enabled:
@@ -181,7 +181,7 @@ def _read(
 
 
 def _preset_speculator(preset: Geometry, config: ModelConfig, speculative: SpeculativeConfig) -> Speculator:
-    """The speculator of a preset's own draft model. Raises ConfigError for options that it cannot have."""
+    """Plan the speculator of a preset's own draft model. Raises ConfigError for options that it cannot have."""
     if speculative.capture_layers is not None:
         raise ConfigError("a preset's draft model has boundaries of its own; leave capture_layers out")
     speculator = random_speculator(preset, config, speculative.method)
@@ -192,12 +192,12 @@ def _preset_speculator(preset: Geometry, config: ModelConfig, speculative: Specu
 
 
 def _plain(program: Program) -> LoweredProgram:
-    """A program whose operations nothing covers."""
+    """Return a program that was not lowered."""
     return LoweredProgram(program, tuple(LoweredGroup(op.kind, op.stage, (op,), (), frozenset()) for op in program.ops))
 
 
 def _lower(pair: Pair, gpu: DescribedGpu, programs: list[Program], ranks: list[StepGeometry]) -> list[LoweredProgram]:
-    """The first rank's programs, lowered."""
+    """Lower the first rank's programs."""
     place, own = None, None
     if len(ranks) > 1:
         devices = [torch.device(META.type, number) for number in range(len(ranks))]

@@ -1,7 +1,6 @@
 """This module compiles the kernels of a runtime ahead, on a machine that needs no GPU.
 
-The programs that a runtime of the same options would have are lowered for a GPU that is described, onto tensors that
-have no memory.
+It lowers the programs of a runtime with the same options for a described GPU, onto tensors without memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,15 +34,15 @@ from lowlat.tools.tune.pairs import LoweredPrograms, Pair, rounded_pair
 
 __all__ = ["compile_all", "kernels_of"]
 
-AT_ONCE = 16  # kernels between two looks at how far it is
+AT_ONCE = 16  # kernels between two reports of progress
 
 
 def kernels_of(
     target: Path, speculative: SpeculativeConfig | None, options: RuntimeConfig, gpu: Gpu
 ) -> dict[str, Kernel]:
-    """The kernels that a runtime captures, by name, on all of its GPUs.
+    """Return the kernels that a runtime captures, by name, on all of its GPUs.
 
-    target  a directory; of its files the config is read
+    target  a directory, of which only the config is read
     Raises ConfigError for options that a runtime refuses, and for a model that the kernels do not cover.
     """
     config = read_model_config(target, dtype=options.dtype)
@@ -76,7 +75,7 @@ def kernels_of(
 
 
 def _calls(lowered: LoweredPrograms, looping: list[Program], gpu: Gpu) -> Iterator[KernelCall]:
-    """The launches of steps and prefills, and of the steps that the device repeats."""
+    """Return the launches of steps and prefills, and of the device loop."""
     for program in lowered.programs:
         for group in lowered.groups(program, gpu, switches=True):
             yield from group.kernel_calls
@@ -95,18 +94,18 @@ def compile_all(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Compile what a directory lacks of the kernels, in processes; returns how many it lacked.
+    """Compile the kernels that a directory lacks, in several processes; returns their number.
 
     workers   None: one for each core
     progress  called with kernels done and kernels in all
-    Raises DeviceError for a kernel that does not compile, ConfigError for a directory that does not keep one.
+    Raises DeviceError for a kernel that does not compile, ConfigError for a directory that cannot keep one.
     """
     every, lacking = list(kernels.values()), 0
     for first in range(0, len(every), AT_ONCE):
         some = every[first : first + AT_ONCE]
         lacking += compile_ahead(some, gpu.capability, directory, workers)
         for kernel in some:
-            compile_kernel(kernel, gpu.capability, directory)  # those of a process that failed: it tells why
+            compile_kernel(kernel, gpu.capability, directory)  # compiles a failed process's kernels, for the error
             if not is_kept(kernel, gpu.capability, directory):
                 raise ConfigError(
                     f"{directory} keeps no compiled kernels: it is full, or not yours to write; name another with --out"

@@ -1,7 +1,7 @@
 """This module measures a target's quality on a text, and how far it lies from another target.
 
-Both targets read the same windows, a chunk of a prompt at a time, as a runtime prefills them; the logits of a chunk are
-compared where they are and then written over, so that a text of any length takes the memory of one chunk.
+Both targets read the same windows, a chunk of a prompt at a time, by a runtime's prefill. The logits of a chunk are
+compared in place, and the next chunk overwrites them, so that a text of any length takes the memory of one chunk.
 """
 
 import math
@@ -19,19 +19,19 @@ from lowlat.text import TextCodec
 
 __all__ = ["OPTIONS", "Divergence", "Model", "Quality", "Sums", "measure_quality", "prompt_logits", "read_text"]
 
-OPTIONS: dict[str, Any] = {"max_batch": 1, "prefix_reuse": False, "prompt_logits": True}  # of the runtimes
+OPTIONS: dict[str, Any] = {"max_batch": 1, "prefix_reuse": False, "prompt_logits": True}  # options of both runtimes
 MAX_TEXT_BYTES = 64 << 20
-ROWS_AT_ONCE = 32  # rows of logits that are held in float64
+ROWS_AT_ONCE = 32  # rows of logits that are in float64 at a time
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """One target's figures.
 
-    kv_cache           how keys and values are kept: fp8, or the compute dtype
-    activations        what prompts' rows are rounded to: fp8, or the compute dtype
-    formats            in which quantised layers and experts are held; empty where all are plain
-    mean_log_loss      nats a token that was predicted
-    perplexity         e to that power
+    kv_cache           the dtype of keys and values: fp8, or the compute dtype
+    activations        the dtype to which prompts' rows are rounded: fp8, or the compute dtype
+    formats            the formats of quantised layers and experts; empty if all are plain
+    mean_log_loss      nats for each predicted token
+    perplexity         exp(mean_log_loss)
     """
 
     model: str
@@ -44,11 +44,11 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a target's distributions of the next token lie from the other's.
+    """The distance of a target's distributions of the next token from the other's.
 
     mean_kl, p99_kl, max_kl  KL divergence of the target from the other, nats, over the positions
     top1_agreement           share of positions at which the likeliest token is the same
-    log_loss_increase        nats a token: the target's mean_log_loss less the other's
+    log_loss_increase        nats a token: the target's mean_log_loss minus the other's
     """
 
     mean_kl: float
@@ -62,10 +62,10 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
     """The report of `lowlat inspect quality`.
 
     num_tokens     tokens of the text
-    num_predicted  tokens predicted, each by those before it in its window: all but the first of each window
+    num_predicted  predicted tokens: all but the first of each window, each from those before it in the window
     num_windows    windows that the text was cut into; each is a prompt of its own
-    window_tokens  tokens of the longest window, the token that begins every prompt of the model included
-    against, divergence  None where nothing was compared
+    window_tokens  tokens of the longest window, with the token that begins each prompt of the model
+    against, divergence  None if there was no second target
     """
 
     text: str
@@ -81,7 +81,7 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_text(path: Path) -> str:
-    """A text file. Raises ConfigError for one that cannot be read, is longer than 64 MiB or is not UTF-8."""
+    """Read a text file. Raises ConfigError if it cannot be read, is larger than 64 MiB or is not UTF-8."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_TEXT_BYTES + 1)
@@ -103,11 +103,11 @@ def measure_quality(
     text_name: str = "text",
     progress: Callable[[int, int], None] | None = None,
 ) -> Quality:
-    """Perplexity of a target on a text and, where there is another, of that and the divergence between them.
+    """Measure a target's perplexity on a text and, if `against` is given, also that one's and their divergence.
 
     target, against  runtimes loaded with OPTIONS; their tokenizers must give the same tokens. Windows are as long as
-                     the shorter context allows, with room for a token that a prompt's end draws
-    max_tokens       the text's first tokens alone
+                     the shorter context allows, with space for the token that is drawn after a prompt
+    max_tokens       use only so many of the text's first tokens
     progress         called with predicted tokens and tokens to predict
     Raises ConfigError for two targets that cannot be compared, RequestError for a text that has no two tokens,
     LowlatError for logits that are not finite.
@@ -144,10 +144,10 @@ def measure_quality(
 
 
 def prompt_logits(runtime: Runtime, prompt: Sequence[int]) -> Iterator[torch.Tensor]:
-    """The logits after every token of a prompt, chunk after chunk, each [n, V] float32 on the runtime's device.
+    """Yield the logits after each token of a prompt, chunk by chunk, each [n, V] float32 on the runtime's device.
 
     runtime  idle, and loaded with OPTIONS
-    A chunk's tensor is written over by the next. Raises LowlatError where the request fails.
+    The next chunk overwrites a chunk's tensor. Raises LowlatError if the request fails.
     """
     chunk, logits = runtime.geometry.prefill_chunk, runtime.executor.state["prompt_logits"]
     runtime.submit(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
@@ -161,7 +161,7 @@ def prompt_logits(runtime: Runtime, prompt: Sequence[int]) -> Iterator[torch.Ten
 
 
 def _chunks(runtimes: Sequence[Runtime], window: Sequence[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Positions that have a next token, chunk after chunk: the first, and the logits of all runtimes."""
+    """Yield the positions that have a next token, chunk by chunk: the first one, and the logits of all runtimes."""
     start, last = 0, len(window) - 1
     for chunks in zip(*(prompt_logits(runtime, window) for runtime in runtimes), strict=True):
         if start < last:
@@ -170,7 +170,7 @@ def _chunks(runtimes: Sequence[Runtime], window: Sequence[int]) -> Iterator[tupl
 
 
 class Sums:
-    """Figures added up over positions."""
+    """Sums of figures over positions."""
 
     def __init__(self, num_models: int) -> None:
         self.count = 0
@@ -195,8 +195,8 @@ class Sums:
             self.count += len(tokens)
 
     def divergence(self) -> Divergence:
-        """The divergence of the first target from the second."""
-        kl = torch.cat(self._kl).clamp_min(0.0)  # rounding may leave equal distributions just below
+        """Return the divergence of the first target from the second."""
+        kl = torch.cat(self._kl).clamp_min(0.0)  # rounding may give equal distributions a value just below 0
         return Divergence(
             mean_kl=float(kl.mean()),
             p99_kl=float(kl.sort().values[math.ceil(0.99 * len(kl)) - 1]),
@@ -213,7 +213,7 @@ def _codec(runtime: Runtime) -> TextCodec:
 
 
 def _tokens(runtime: Runtime, text: str) -> tuple[list[int], list[int]]:
-    """The tokens that begin every prompt of the model, and those of the text."""
+    """Return the tokens that begin each prompt of the model, and those of the text."""
     codec = _codec(runtime)
     framed, plain = codec.encode("a"), codec.encode("a", add_special_tokens=False)
     place = next((k for k in range(len(framed)) if framed[k : k + len(plain)] == plain), 0)
@@ -234,7 +234,7 @@ def _check_comparable(target: Runtime, against: Runtime, tokens: tuple[list[int]
 
 
 def _windows(head: Sequence[int], tokens: Sequence[int], room: int) -> Iterator[list[int]]:
-    """The text in prompts of at most `room` tokens, `head` before each; the last may be short."""
+    """Cut the text into prompts of at most `room` tokens, with `head` before each; the last may be short."""
     size = room - len(head)
     if size < 2:
         raise ConfigError(f"max_context {room + 1} leaves no room for two tokens of the text; raise it")

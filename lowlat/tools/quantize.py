@@ -1,7 +1,7 @@
-"""This module writes a quantised checkpoint of a plain one, as compressed-tensors has them.
+"""This module writes a quantised checkpoint of a plain one, in compressed-tensors' layouts.
 
-FP8 becomes `float-quantized` with a scale for each row, INT4 `pack-quantized` in groups of 128, 64 or 32: any engine
-that reads compressed-tensors reads them. Weights are taken and written a file at a time.
+FP8 becomes `float-quantized` with a scale for each row, INT4 `pack-quantized` in groups of 128, 64 or 32. Any engine
+that reads compressed-tensors can read them. It reads and writes weights a file at a time.
 """
 
 import json
@@ -31,12 +31,12 @@ MAX_COPIED_BYTES = 64 << 20
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 SUFFIX = ".weight"
 ROUTERS = ("re:.*mlp[.]gate$", "re:.*mlp[.]shared_expert_gate$", "re:.*block_sparse_moe[.]gate$")
-SMALL = "re:.*linear_attn[.]in_proj_(b|a|ba)$"  # of delta nets: a row or two a head
+SMALL = "re:.*linear_attn[.]in_proj_(b|a|ba)$"  # of delta nets: one or two rows a head
 
 
 @dataclass(frozen=True)
 class Written:
-    """The checkpoint that was written: directory, rounded layers, and bytes of all tensors before and after."""
+    """A written checkpoint: its directory, rounded layers, and the bytes of all tensors before and after."""
 
     directory: Path
     layers: int
@@ -47,9 +47,9 @@ class Written:
 def quantise_checkpoint(directory: Path, out: Path, quantiser: Quantiser) -> Written:
     """Write a target's directory with its linear layers quantised, in the dtype in which it is stored.
 
-    Embeddings and norms stay as they are. Raises ConfigError for a target that does not run, is quantised already, has
-    experts in one tensor or layers that the format cannot hold, for an LM head that is the embedding, and where `out`
-    exists.
+    Embeddings and norms stay as they are. Raises ConfigError if the target cannot run, is quantised already, has
+    experts in one tensor or layers that the format cannot hold, if the LM head to round is tied to the embedding, or if
+    `out` exists.
     """
     if out.exists():
         raise ConfigError(f"{out} exists; name a directory that does not")
@@ -83,7 +83,7 @@ def quantise_checkpoint(directory: Path, out: Path, quantiser: Quantiser) -> Wri
 
 
 def _layers(config: ModelConfig, quantiser: Quantiser, stored: Collection[str]) -> frozenset[str]:
-    """Stored names of the matrices that are rounded. Raises ConfigError for one that the format cannot hold."""
+    """Return stored names of the matrices to round. Raises ConfigError for one that the format cannot hold."""
     names: set[str] = set()
     for recipe in target_recipes(config, stored):
         if quantiser.takes(recipe.weight):
@@ -96,7 +96,7 @@ def _layers(config: ModelConfig, quantiser: Quantiser, stored: Collection[str]) 
 
 
 def _copy_beside(directory: Path, partial: Path) -> None:
-    """The tokenizer and whatever else is small."""
+    """Copy the tokenizer and other small files."""
     for path in sorted(directory.iterdir()):
         small = path.is_file() and path.stat().st_size <= MAX_COPIED_BYTES
         if small and path.name != "config.json" and not path.name.endswith(WEIGHT_SUFFIXES):
@@ -118,7 +118,7 @@ def _quantization_config(quantiser: Quantiser, plain: list[str]) -> dict[str, An
 
 
 def _stored(checkpoint: Checkpoint, quantiser: Quantiser, layers: frozenset[str]) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of the new checkpoint, those of a layer together."""
+    """Yield the tensors of the new checkpoint, those of a layer together."""
     for entry, tensor in checkpoint.read(list(checkpoint.entries)):
         if entry.name not in layers:
             yield {entry.name: tensor}
@@ -131,14 +131,14 @@ def _stored(checkpoint: Checkpoint, quantiser: Quantiser, layers: frozenset[str]
 def _write_shards(
     checkpoint: Checkpoint, partial: Path, quantiser: Quantiser, layers: frozenset[str]
 ) -> tuple[int, int]:
-    """Write the tensors in files of some gigabytes, with an index where there are several; bytes before and after."""
+    """Write the tensors in files of some gigabytes, with an index for several; returns bytes before and after."""
     shards: list[dict[str, int]] = []
     waiting: dict[str, torch.Tensor] = {}
 
     def write() -> None:
         path = partial / f"model-{len(shards) + 1:05d}.safetensors"
         save_file(waiting, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # the library makes it its owner's alone
+        path.chmod(0o644)  # the library creates it for its owner alone
         shards.append({name: tensor.nbytes for name, tensor in waiting.items()})
         waiting.clear()
 

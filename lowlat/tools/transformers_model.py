@@ -1,6 +1,6 @@
-"""This module runs a target by transformers, as another implementation to compare with.
+"""This module runs a target with transformers, as another implementation to compare with.
 
-transformers is optional: it is imported when it is asked for, and its absence is a ConfigError that says how to get it.
+transformers is optional: it is imported on use. If it is missing, a ConfigError says how to install it.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ __all__ = ["open_transformers", "transformers_version"]
 
 
 def transformers_version() -> str:
-    """The installed version. Raises ConfigError without transformers."""
+    """Return the installed version. Raises ConfigError without transformers."""
     try:
         import transformers
     except ImportError as error:
@@ -34,11 +34,11 @@ def open_transformers(
     attention: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Any:
-    """The model of a directory in a dtype, for evaluation.
+    """Load a directory's model in a dtype, for evaluation.
 
-    stored     of the experts; formats that transformers can dequantise are
-    attention  its implementation; None: the one that transformers chooses
-    Raises ConfigError without transformers, or where it cannot load the target.
+    stored     the experts' format; transformers dequantises it if it can
+    attention  its implementation; None: transformers chooses
+    Raises ConfigError without transformers, or if it cannot load the target.
     """
     transformers_version()
     import transformers

@@ -1,4 +1,4 @@
-"""The small random chat model that the examples of calls in process run with; yours is `lowlat.Runtime.load(MODEL)`."""
+"""The examples in process run with this small random chat model; load yours by `lowlat.Runtime.load(MODEL)`."""
 
 from collections.abc import Iterator
 

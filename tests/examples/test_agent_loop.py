@@ -1,4 +1,4 @@
-"""An agent: the model calls functions until it answers in words, or until its turns are used up."""
+"""An agent calls functions until the model answers in words, or its turns are used up."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,10 +28,10 @@ def temperature(room: str) -> dict[str, Any]:
 def run_agent(
     runtime: lowlat.Runtime, question: str, functions: Mapping[str, Callable[..., Any]], turns: int = 2
 ) -> list[dict[str, Any]]:
-    """Return the whole conversation. In the last turn no function may be called, so it ends in words."""
+    """Run an agent; returns the whole conversation. The last turn allows no call, so that it ends in words."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     for turn in range(turns):
-        # a random model never calls a function by itself, so "required" forces it; use "auto" with a real model
+        # "required" forces a call, since a random model makes none by itself; use "auto" with a real model
         choice = "required" if turn < turns - 1 else "none"
         answer = runtime.chat(messages, tools=TOOLS, tool_choice=choice, max_tokens=200, seed=turn)
         messages.append(answer.message)

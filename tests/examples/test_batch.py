@@ -1,4 +1,4 @@
-"""A batch: many prompts at once, each answer follows a schema; the runtime decodes as many at once as it has slots."""
+"""A batch sends many prompts at once, with answers bound to a schema; the runtime decodes one in each slot."""
 
 import asyncio
 import json
@@ -17,13 +17,13 @@ TEXTS = ["What a day", "It rains", "At last", "Gone", "We won", "Too late"]
 
 
 async def classified(runtime: lowlat.Runtime, texts: Sequence[str]) -> list[str]:
-    """Return the tone of each text, in order."""
+    """Classify the tone of each text; returns the tones in order."""
     tasks = (runtime.agenerate(f"Tone of: {text}", json_schema=SCHEMA, max_tokens=64) for text in texts)
     return [json.loads(answer.text)["tone"] for answer in await asyncio.gather(*tasks)]
 
 
 def completed(runtime: lowlat.Runtime, texts: Sequence[str]) -> list[lowlat.Answer]:
-    """Return the same without asyncio: a thread for each request in flight."""
+    """Complete texts without asyncio: a thread waits for each request."""
     with ThreadPoolExecutor(8) as pool:
         return list(pool.map(lambda text: runtime.generate(text, max_tokens=8, seed=1), texts))
 
@@ -33,4 +33,4 @@ def test_a_batch_is_answered_in_order(runtime: lowlat.Runtime) -> None:
     answers = completed(runtime, TEXTS)
     assert [answer.token_ids for answer in answers] == [
         runtime.generate(text, max_tokens=8, seed=1).token_ids for text in TEXTS
-    ]  # the bits do not depend on the other requests in the batch
+    ]  # a request gives the same bits alone and in a batch

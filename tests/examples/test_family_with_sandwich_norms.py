@@ -1,6 +1,6 @@
-"""A family of your own that differs from Llama: norms on both sides, 1 + w weights, softcaps, scales, another gate.
+"""This example adds a family unlike Llama: norms on both sides, 1 + w norm weights, softcaps, scales, a GELU gate.
 
-Like Gemma 2, in place of which it stands here. The reference runs it, and the kernels cover it.
+It is Gemma 2, written anew in place of lowlat's own. The reference executor runs it, and it lowers to kernels.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ SIZES |= {"query_pre_attn_scalar": 48, "attn_logit_softcapping": 2.0, "final_log
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """Read the geometry; softcaps and scales are fields of the specs."""
+    """Map config.json to a ModelConfig; softcaps and scales are fields of its specs."""
     for key in ("hidden_act", "hidden_activation"):
         fields.refuse_unless(key, ("gelu_pytorch_tanh",), "only GELU's tanh formula")
     sizes = parse_sizes(fields)
@@ -59,7 +59,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 
 
 def recipes(config: ModelConfig) -> list[Recipe]:
-    """Make the plain decoder's recipes, with other names for norms, and with 1 added to their weights."""
+    """Return the plain decoder's recipes, with norms of other names, to whose weights 1 is added."""
     norms = {"norm": "model.norm"}
     for layer in range(config.num_layers):
         norms |= {f"layers.{layer}.{own}": f"model.layers.{layer}.{stored}" for own, stored in NORMS.items()}

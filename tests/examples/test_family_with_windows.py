@@ -1,4 +1,4 @@
-"""A family of your own, with sliding windows in some layers: it only maps config.json to layer specs.
+"""This example adds a family with sliding windows in some layers: it maps config.json to layer specs, no more.
 
 Its tensors have Llama's names, so the plain decoder's recipes make its weights. Programs, caches and kernels follow
 from the specs.
@@ -27,7 +27,7 @@ SIZES |= {"num_key_value_heads": 1, "head_dim": 64, "num_hidden_layers": 4, "sli
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """Read the geometry: every layer's attention, with a window if `layer_types` says so, and its FFN."""
+    """Map config.json to a ModelConfig: each layer is attention, with a window if `layer_types` says so, and an FFN."""
     fields.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
     sizes = parse_sizes(fields)
     mixer = sizes.attention(parse_rope(fields, max_position=sizes.max_position))
@@ -67,6 +67,6 @@ def test_a_family_with_windows_runs_and_lowers(tmp_path: Path, monkeypatch: pyte
         logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0]
     assert len(tokens) == 24 and tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
-    lowered = Pair(tmp_path).lower(depth=0, batch=1)  # for an H200, in bfloat16: no GPU is needed to see the launches
+    lowered = Pair(tmp_path).lower(depth=0, batch=1)  # for an H200, in bfloat16; lowering needs no GPU
     attention = [op.params["window"] for group in lowered.groups for op in group.ops if op.kind == "attention"]
     assert attention == [24, None, 24, None] and len(lowered.calls) >= 4

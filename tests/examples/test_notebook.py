@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last."""
+"""This test runs the notebook, from its first cell to its last."""
 
 import ast
 import asyncio

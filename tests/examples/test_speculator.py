@@ -1,4 +1,4 @@
-"""A speculator in one class: its state, and its operations in prefill, after acceptance and for drafting.
+"""This example is a speculator in one class: its state, and its operations in prefill, after acceptance, in drafting.
 
 It needs an entry in the table of methods, and its name among the options. No other code knows it, and it changes no
 token.
@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "
 
 @dataclass(frozen=True)
 class Periodic(Speculator):
-    """Drafts by n-grams of one token; declares a state buffer, and has operations in prefill and after acceptance."""
+    """Draft by n-grams of one token; keep a feature, and run an operation in prefill and one after acceptance."""
 
     method: ClassVar[str] = "periodic"
 
@@ -60,7 +60,7 @@ class Periodic(Speculator):
 
 
 def test_a_third_method_needs_a_line_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It also needs its name among the options. No other code knows it, and it changes no token."""
+    """Run it after a line in the table and its name among the options; it changes no token."""
     monkeypatch.setattr(methods, "METHODS", {**methods.METHODS, "periodic": Periodic})
     monkeypatch.setitem(METHOD_OPTIONS, "periodic", ())
     make_target(tmp_path, "qwen3", gain=0.3, num_hidden_layers=2)

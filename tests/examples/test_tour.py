@@ -1,7 +1,7 @@
-"""A tour: two layers are written as a Program, run by the reference, and lowered to kernels. Read this first.
+"""This tour writes two layers as a Program, runs them with the reference, and lowers them to kernels. Read it first.
 
-A layer here is a norm, a product and a residual sum, so that the Program fits a screen; a decoder's are written by
-`lowlat.models.decoder` in the same way.
+A layer here is a norm, a matrix product and a residual sum, so that the Program fits a screen. `lowlat.models.decoder`
+writes a decoder's layers in the same way.
 """
 
 import torch
@@ -20,7 +20,7 @@ ROWS, WIDTH, EPS, CPU = 2, 64, 1e-5, torch.device("cpu")
 
 
 def two_layers() -> Program:
-    """Build x += norm(x) W for two layers: operations on named buffers, whose dtypes are the rounding points."""
+    """Write x += norm(x) W for two layers: operations on named buffers, whose dtypes are the rounding points."""
     builder = ProgramBuilder("two layers", OPERATIONS)
     builder.declare(BufferSpec("x.0", (ROWS, WIDTH), torch.bfloat16, Role.STATE))  # STATE outlives a step
     builder.declare(BufferSpec("row_live", (ROWS,), torch.uint8, Role.STATE))
@@ -38,7 +38,7 @@ def two_layers() -> Program:
 
 
 def random_weights() -> dict[str, torch.Tensor]:
-    """Make canonical weights by name."""
+    """Draw the weights, by canonical name."""
     generator = torch.Generator().manual_seed(0)
     weights = {f"layers.{n}.norm.weight": torch.ones(WIDTH, dtype=torch.bfloat16) for n in range(2)}
     for layer in range(2):
@@ -55,21 +55,21 @@ def test_the_reference_runs_what_the_program_means() -> None:
     buffers["row_live"].fill_(1)
     for _, meaning, arguments in bind(program, buffers, weights):
         meaning(**arguments)
-    for layer in range(2):  # the same in plain torch, rounded at the same places
+    for layer in range(2):  # the same in plain torch, rounded at the same points
         normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)).bfloat16()
         x = (x.float() + normed.float() @ weights[f"layers.{layer}.w.weight"].float().T).bfloat16()
     torch.testing.assert_close(buffers["x.2"], x, rtol=1e-2, atol=1e-2)
 
 
 def test_the_same_program_lowers_to_one_launch_a_layer() -> None:
-    """The norm becomes the GEMM's prologue, the sum its epilogue; without fusions each operation has its own kernel."""
+    """The GEMM takes the norm as its prologue and the sum as its epilogue; unfused, each operation has a kernel."""
     program, weights = two_layers(), random_weights()
     buffers = BufferSet(program.specs(*Role), CPU, program.constants)
     packed = DeviceWeights(weights, {"layers.0.w.weight", "layers.1.w.weight"}, CPU)
     found = {}
     for fuse in (True, False):
         groups = lower(Binding(program, buffers, packed, H200, SharedWorkspace(CPU)), fuse=fuse)
-        assert [op for group in groups for op in group.ops] == list(program.ops)  # each operation once, in order
+        assert [op for group in groups for op in group.ops] == list(program.ops)  # each is covered once, in order
         found[fuse] = [[op.kind for op in group.ops] for group in groups]
     assert found[False] == [["rms_norm"], ["linear"], ["add"]] * 2
     assert found[True] == [["rms_norm", "linear", "add"]] * 2

@@ -1,4 +1,4 @@
-"""A voice: each sentence is spoken as soon as it is complete, while the next is decoded; a listener may interrupt."""
+"""A voice loop speaks each sentence as soon as it is complete, while the next is decoded; the user may interrupt."""
 
 import asyncio
 import re
@@ -28,7 +28,7 @@ async def speak(
     interrupted: asyncio.Event,
     **options: str,
 ) -> list[str]:
-    """Say the answer; when the listener interrupts, the request is cancelled."""
+    """Say the answer; if somebody interrupts, the rest of it is cancelled. Returns the sentences that were said."""
     said: list[str] = []
     async with runtime.astream([{"role": "user", "content": question}], **options) as stream:  # type: ignore[arg-type]
         async for sentence in sentences(stream):
@@ -40,7 +40,7 @@ async def speak(
 
 
 def test_sentences_are_spoken_until_somebody_interrupts(runtime: lowlat.Runtime) -> None:
-    bound = {"regex": r"(Yes, it is\. ){3}Bye"}  # makes the random model speak in sentences
+    bound = {"regex": r"(Yes, it is\. ){3}Bye"}  # a random model, made to speak in sentences
 
     async def main() -> None:
         interrupted = asyncio.Event()

@@ -1,6 +1,6 @@
-"""A weight format in one file: INT8 by row is packed, read by a decode GEMM, unpacked, and used by experts.
+"""This example adds a weight format: INT8 by row, with packing, a decode GEMM, unpacking for prefill, and experts.
 
-Everything that kernels, plans and the reference need of it is the class below and its entries in the tables.
+The class below and its entries in the tables are all that kernels, plans and the reference need.
 """
 
 from types import MappingProxyType
@@ -25,11 +25,11 @@ from lowlat.kernels.moe.packing import pack_experts, unpack_expert
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx
 
-OFFSET = 128  # added to a value before it is stored as a byte
+OFFSET = 128  # a byte stores number + OFFSET
 
 
 class Int8(DenseFormat):
-    """Values from -128 to 127 as bytes [..., N, K], and a float32 scale for each row."""
+    """INT8 by row: numbers from -128 to 127 as bytes [..., N, K], and a float32 scale for each row."""
 
     name = codes = "int8"
     parts = MappingProxyType({"int8": 1, "int8_scales": 0})
@@ -110,7 +110,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def matrix(*outer: int, rows: int, columns: int) -> dict[str, torch.Tensor]:
-    """Draw a matrix, or a stack of them."""
+    """Draw the parts of a matrix, or of a stack of matrices."""
     codes = torch.randint(0, 256, (*outer, rows, columns), dtype=torch.uint8)
     return {"int8": codes, "int8_scales": torch.rand(*outer, rows, 1) / 64}
 

@@ -1,8 +1,8 @@
-"""A device that does its work later: the reference executor after a queue, with loops as the kernels make them.
+"""This module has a fake device that works later: the reference executor behind a queue, with device loops.
 
-Work is done when the host waits for it, or at random before. The device checks what a runtime must keep to: no entry of
-the ring is written over before it was read, prefill starts when nothing else is under way, and only another loop is
-queued after a loop, if that was not told to stop.
+It does its work when the host waits for it, or at random before. It checks the rules of a runtime: no entry of the ring
+is overwritten before it was read, prefill starts when nothing else is under way, and after a loop that was not told to
+stop only another loop is queued.
 """
 
 import random
@@ -37,9 +37,9 @@ class _Work:
 
 
 class FakeDevice:
-    """An executor, see `lowlat.executors`; `log` holds what was asked of it and what it did, in order.
+    """An executor, see `lowlat.executors`; `log` has its orders and its work, in order.
 
-    lead     steps that a loop may run at most before the host has asked for them, each time it looks
+    lead     the most steps that a loop runs, each time the host looks, before the host has asked for them
     fail_at  the step that fails, counted from 0
     """
 
@@ -270,7 +270,7 @@ def load_fake(
     fail_at: int | None = None,
     **options: Any,
 ) -> tuple[Runtime, FakeDevice]:
-    """A runtime on a fake device, and the device."""
+    """Load a runtime on a fake device; returns both."""
     config = RuntimeConfig(device="cpu", **options)
     loaded = load(target, speculative, config)
     device = FakeDevice(loaded.executor, seed=seed, lead=lead, fail_at=fail_at)

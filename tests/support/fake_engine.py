@@ -1,7 +1,7 @@
-"""An engine without a model: constant step time, tokens that a prompt and a seed determine, faults on demand.
+"""This module has an engine without a model: constant step time, tokens by prompt and seed, faults on demand.
 
-A step finds its outputs first and then sleeps, as if a device worked: the GIL is free meanwhile, and the step ends a
-constant time after it began. It imports no torch, so that a server with it starts in a moment.
+A step computes its outputs and then sleeps, as if a device worked: it releases the GIL meanwhile, and ends a constant
+time after its begin. The module imports no torch, so that a server with it starts quickly.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ __all__ = ["FakeCodec", "FakeEngine", "FakeOutput", "expected_text", "expected_t
 
 NUMERICS = "0123456789abcdef"
 VOCAB_SIZE = 1000
-MAX_REMEMBERED = 200  # requests that have ended: a server of it may run for long
+MAX_REMEMBERED = 200  # ended requests that are remembered: a server may run for long
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ class _Request:
 
 
 def prompt_logprobs(prompt: Sequence[int], sampling: Sampling, text: bool = True) -> PromptLogprobs | None:
-    """The logprobs that a FakeEngine gives for a prompt: token t has -t / 8 and rank t + 1, and ids from 0 on are the
-    likeliest."""
+    """Return a FakeEngine's logprobs of a prompt: token t has -t / 8 and rank t + 1; ids from 0 on are likeliest."""
     num_top = sampling.prompt_logprobs
     if num_top is None:
         return None
@@ -79,7 +78,7 @@ def prompt_logprobs(prompt: Sequence[int], sampling: Sampling, text: bool = True
 
 
 def expected_tokens(prompt: Sequence[int], max_tokens: int, seed: int | None = None) -> tuple[int, ...]:
-    """The tokens that a FakeEngine gives for this prompt."""
+    """Return a FakeEngine's tokens for this prompt."""
     key = hashlib.sha256(repr((tuple(prompt), seed)).encode()).digest()
     state = int.from_bytes(key[:8], "little") | 1
     tokens = []
@@ -90,7 +89,7 @@ def expected_tokens(prompt: Sequence[int], max_tokens: int, seed: int | None = N
 
 
 def expected_text(tokens: Sequence[int]) -> str:
-    """The text of tokens: a word each."""
+    """Return the text of tokens: one word for each."""
     return "".join(f"t{token} " for token in tokens)
 
 
@@ -164,13 +163,13 @@ class FakeGrowing:
 class FakeEngine:
     """An Engine.
 
-    step_s           a step's time, constant, nearly all of it without the GIL
-    tokens_per_step  tokens a step brings to each request, as speculation would
+    step_s           a step's constant time, nearly all of it without the GIL
+    tokens_per_step  new tokens of each request in a step, as with speculation
     text             outputs have text
-    faults           request prompts whose first token is a key fail so: "nan", "device", "hang", "crash", at step
+    faults           first token of a prompt -> the fault of its request: "nan", "device", "hang", "crash", at step
                      `fault_step` of the request
-    on_step          called in every step, before it sleeps
-    wake_problems    refusals of the first wakes, failures of the device among them; sleep_problem of every sleep
+    on_step          called in each step, before it sleeps
+    wake_problems    errors of the first wakes, also of the device; sleep_problem: the error of each sleep
     """
 
     def __init__(
@@ -215,7 +214,7 @@ class FakeEngine:
         self.on_step = on_step
         self.unhang = threading.Event()
         self.closed = False
-        self.threads: set[int] = set()  # who called anything but validate
+        self.threads: set[int] = set()  # threads that called anything but validate
         self.num_steps = 0
         self.max_seen_running = 0
         self.cancelled_at: dict[str, int] = {}  # request id -> steps done when cancel came
@@ -231,7 +230,7 @@ class FakeEngine:
         self._pending: list[FakeOutput] = []
 
     def pause(self, request_id: str) -> bool:
-        """A request that is paused is given nothing; beyond `max_paused` there is no space for one."""
+        """Pause a request, which then gets no tokens; beyond `max_paused` there is no space for one."""
         self.threads.add(threading.get_ident())
         if request_id not in self._running or request_id in self.paused:
             raise RequestError(f"request {request_id} cannot be paused")
@@ -340,7 +339,7 @@ class FakeEngine:
         self.num_wakes += 1
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Nothing of it comes by itself: it needs no wake."""
+        """Ignore the wake: this engine has no events of its own."""
 
     @property
     def busy(self) -> bool:

@@ -1,4 +1,4 @@
-"""A server of a FakeEngine in a process of its own."""
+"""This module runs a server of a FakeEngine in a process of its own."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ def await_fake(process: "subprocess.Popen[str]") -> None:
 
 @contextmanager
 def fake_process(folder: Path, stderr: Any = subprocess.DEVNULL, **options: Any) -> Iterator["subprocess.Popen[str]"]:
-    """A server in a process of its own, ready; killed at the end if it still runs."""
+    """Run a server in a process of its own until it is ready; kill it at the end if it still runs."""
     with start_fake(folder, stderr, **options) as running:
         try:
             await_fake(running)
@@ -41,7 +41,7 @@ def fake_process(folder: Path, stderr: Any = subprocess.DEVNULL, **options: Any)
 
 
 def hear_bye(client: RawClient) -> Bye:
-    """BYE comes last, after the ends of all requests."""
+    """Assert that BYE comes last, after the ends of all requests."""
     bye = client.hear(Bye)
     assert client.is_quiet(0.05)
     return bye

@@ -1,4 +1,4 @@
-"""A server of a FakeEngine as a process: python fake_server.py ENDPOINT JSON, where JSON holds engine, limits, log."""
+"""This program serves a FakeEngine: python fake_server.py ENDPOINT JSON, where JSON has engine, limits, log."""
 
 import faulthandler
 import json

@@ -1,4 +1,4 @@
-"""How a kernel is compared with its reference, on a GPU or in Numba's simulator: the same cases for both."""
+"""This module compares a kernel with its reference, with the same cases on a GPU and in Numba's simulator."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda
 from lowlat.speculators.tree.topology import TreeTopology
 
-SAME_SHAPES = 10  # so many consecutive seeds give arrays of the same shapes: one compilation
+SAME_SHAPES = 10  # consecutive seeds with the same shapes, for one compilation
 Arrays = dict[str, torch.Tensor]
 RINGS = ("ring_records", "ring_tokens", "ring_logprob", "ring_head", "ring_checks")
 HOST = ("command_ring", "command_tail", "staged_", "grammar_", *RINGS)
@@ -43,7 +43,7 @@ class Bench:
     run: Callable[..., None]
 
     def place(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy for the kernel: what the host shares with it in pinned memory, the rest on the device."""
+        """Copy an array for the kernel: to pinned memory if the host shares it, else to the device."""
         if self.device.type == "cpu":
             return tensor.clone()
         return tensor.clone().pin_memory() if name.startswith(HOST) else tensor.to(self.device)
@@ -54,7 +54,7 @@ class Bench:
         reference: Callable[[Arrays], object],
         calls: Callable[[Arrays], Sequence[KernelCall]],
     ) -> Arrays:
-        """Run both on copies of the arrays: all must end equal, bit for bit. Returns what they are then."""
+        """Run both on copies of the arrays, and assert that all are bitwise equal afterwards; returns them."""
         expected = {name: tensor.clone() for name, tensor in arrays.items()}
         found = {name: self.place(name, tensor) for name, tensor in arrays.items()}
         reference(expected)
@@ -68,7 +68,7 @@ class Bench:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Floats as integers, so that NaN equals itself."""
+    """View floats as integers, so that NaN equals itself."""
     kinds = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
     return tensor.view(kinds[tensor.dtype]) if tensor.dtype in kinds else tensor
 
@@ -106,7 +106,7 @@ def meant(kind: str, given: Mapping[str, Any], **sizes: int) -> Arrays:
 
 
 def random_topology(source: random.Random, max_nodes: int, max_depth: int) -> TreeTopology:
-    """A chain in half of the cases, else a random tree."""
+    """Draw a chain in half of the cases, else a random tree."""
     depth = source.randint(0, max_depth)
     if source.random() < 0.5:
         return TreeTopology.chain(min(depth, max_nodes - 1))

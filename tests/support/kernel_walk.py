@@ -1,8 +1,8 @@
-"""A kernel's Python function run as it stands, a fiber for each CUDA thread, over the bytes of tensors.
+"""This module runs a kernel's Python function on the CPU, with a fiber for each CUDA thread, on the bytes of tensors.
 
-Unlike Numba's simulator it knows asynchronous copies, tensor cores and dynamic shared memory. Every access is checked
-against the tensors that were handed over and the shared memory that was asked for; shared memory holds NaN at first.
-Copies arrive as late as they may, or as early as they can.
+Unlike Numba's simulator it supports asynchronous copies, tensor cores and dynamic shared memory. It checks each access
+against the tensors and the shared memory of the launch; shared memory begins as NaN. Copies arrive as late or as early
+as the hardware allows.
 """
 
 import importlib
@@ -84,11 +84,11 @@ this_thread: Callable[[], Any] = this_fiber  # that runs: its home, warp and lan
 
 
 class Walker:
-    """A walker stands in for `cuda` and `ptx`, and runs kernels.
+    """Replaces `cuda` and `ptx`, and runs kernels.
 
-    late       copies arrive when they are waited for, else when they are issued
-    may_leave  blocks but the first may end without having waited for the kernel before
-    rest       what every byte of shared memory holds at first; 255 makes NaN, and -1
+    late       copies arrive when a thread waits for them, else when they are issued
+    may_leave  blocks but the first may end without waiting for the kernel before
+    rest       the first value of each byte of shared memory; 255 gives NaN, or -1
     """
 
     def __init__(self, late: bool = True, *, may_leave: bool = False, rest: int = 255) -> None:
@@ -102,7 +102,7 @@ class Walker:
     def run(self, *calls: Any, beside: Sequence[Sequence[Any]] = ()) -> None:
         """Run KernelCalls, all blocks side by side; tensors are passed by address.
 
-        A dependent one starts as soon as the one before it lets it, as on a GPU. Those of other streams run `beside`.
+        A dependent launch starts as soon as the one before allows it, as on a GPU. `beside`: launches of other streams.
         """
         self._ranges, previous, fibers = [], None, []
         ordered = [(place, call) for stream in (calls, *beside) for place, call in enumerate(stream)]
@@ -504,7 +504,7 @@ def _imports(path: Path) -> tuple[str, ...]:
 
 @contextmanager
 def standing_in(known: ModuleType, made: ModuleType) -> Iterator[None]:
-    """While it lasts, whoever imports a module of the toolchain gets another one."""
+    """Replace modules of the toolchain for imports, while the context lasts."""
     package, _, name = known.__name__.rpartition(".")
     home = importlib.import_module(package)
     sys.modules[known.__name__] = made

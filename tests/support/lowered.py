@@ -1,4 +1,4 @@
-"""Programs lowered to kernel calls on CPU tensors: nothing is compiled, launched or captured."""
+"""This module lowers programs to kernel calls on CPU tensors; it compiles, launches and captures nothing."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Lowered:
-    """A program, the memory it was lowered on, and the groups it became."""
+    """A lowered program, with its memory and its fused groups."""
 
     program: Program
     buffers: Mapping[str, torch.Tensor]
@@ -50,16 +50,16 @@ class Lowered:
 
     @property
     def calls(self) -> list[KernelCall]:
-        """Every launch of our kernels, in order."""
+        """All launches of our kernels, in order."""
         return [call for group in self.groups for call in group.kernel_calls]
 
     def owned(self) -> list[torch.Tensor]:
-        """All memory that a call may point into."""
+        """All memory into which a call may point."""
         return [*self.buffers.values(), *self.workspace.tensors(), *self.weights.tensors()]
 
 
 class Pair:
-    """A target and perhaps its head, read from files, with the programs of any bucket."""
+    """A target, and its draft model if there is one, read from files, with the programs of any bucket."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class Pair:
 
     @cached_property
     def geometry(self) -> Any:
-        """The shapes of all programs."""
+        """The geometry of all programs."""
         options = RuntimeConfig(max_batch=8, max_context=256, block_size=16, prefill_chunk=32)
         speculator = None if self.speculator is None else self.speculator.speculator
         return make_geometry(self.target.config, speculator, self.topologies, options, self.config)
 
     def program(self, depth: int, batch: int) -> Program:
-        """The program of a bucket; batch 0: the one that chooses a prompt's first token."""
+        """Build the program of a bucket; batch 0: the one that chooses a prompt's first token."""
         topology = self.topologies[depth]
         bucket = Bucket(batch, topology.num_nodes, depth) if batch else first_token_bucket(depth)
         return build_step(self.geometry, bucket, topology)
@@ -109,7 +109,7 @@ class Pair:
         return self.weights_on(CPU)
 
     def weights_on(self, device: torch.device) -> DeviceWeights:
-        """The weights of all programs, packed, on a device."""
+        """Return the weights of all programs, packed, on a device."""
         programs = [*(self.program(depth, 1) for depth in self.topologies), build_prefill(self.geometry)]
         layouts = weight_layouts(programs, fuse=self.fuse)
         return DeviceWeights(
@@ -117,11 +117,11 @@ class Pair:
         )
 
     def lower(self, depth: int, batch: int, gpu: Gpu = H200) -> Lowered:
-        """A bucket's program, lowered; every buffer has memory of its own."""
+        """Lower a bucket's program; each buffer has memory of its own."""
         return self.lower_program(self.program(depth, batch), gpu)
 
     def lower_program(self, program: Program, gpu: Gpu = H200) -> Lowered:
-        """Any program of the pair, lowered; every buffer has memory of its own."""
+        """Lower any program of the pair; each buffer has memory of its own."""
         specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
         buffers = BufferSet(specs, CPU, program.constants)
         workspace = SharedWorkspace(CPU)
@@ -132,7 +132,7 @@ class Pair:
 
 
 class _IdleStream:
-    """A stream on which nothing is ever under way; a class, since libraries that are imported meanwhile annotate it."""
+    """A stream that is always idle; a class, since libraries that are imported meanwhile use it in annotations."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -145,7 +145,7 @@ class _IdleStream:
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, pretended: Gpu) -> None:
-    """Let executors with kernels be made on a machine without a GPU: their launcher compiles and launches nothing."""
+    """Allow executors with kernels on a machine without a GPU: their launcher compiles and launches nothing."""
 
     def launcher(*_: object, gpu: Gpu | None, is_shared: bool) -> SimpleNamespace:
         own = replace(pretended, is_shared=is_shared) if gpu is None else gpu

@@ -1,4 +1,4 @@
-"""A target's tokens and logits against transformers' own, by one greedy request."""
+"""This module compares a target's tokens and logits with transformers' own, by one greedy request."""
 
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,15 @@ TOLERANCE = 1e-4  # of a row's largest logit
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Every row within the tolerance of the row's largest logit."""
+    """Assert that each row agrees within the tolerance of its largest logit."""
     worst = ((found - expected).abs() / expected.abs().amax(-1, keepdim=True)).max()
     assert worst < TOLERANCE, f"relative difference {worst:.2e}"
 
 
 def check_parity(directory: Path, model: Any, prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
-    """A request's tokens, which are greedy decoding's of transformers' model; its logits are close to that one's.
+    """Assert that a request's tokens are those of greedy transformers, and that logits are close; returns the tokens.
 
-    By induction: each token is what transformers chooses after all those before it.
+    It checks by induction: each token is the one that transformers chooses after all before it.
     """
     with Runtime.load(directory, **options) as runtime:
         tokens, logits = traced(runtime, prompt, SamplingParams(max_tokens=max_tokens))

@@ -1,4 +1,4 @@
-"""A client of bare frames, for tests of the server: what it says is not checked, what it hears is decoded."""
+"""This module has a client of raw frames, for tests of the server: it sends unchecked frames, and decodes replies."""
 
 import socket
 import struct
@@ -40,7 +40,7 @@ TIMEOUT_S = 10.0
 
 
 class Completion:
-    """A completion collects the messages of one request, and checks their sequence."""
+    """Collects the messages of one request, and checks their sequence."""
 
     def __init__(self) -> None:
         self.token_ids: tuple[int, ...] = ()
@@ -50,7 +50,7 @@ class Completion:
         self.error: Error | None = None
 
     def take(self, message: Struct) -> bool:
-        """Add a message; whether it was the last."""
+        """Add a message; returns whether it was the last."""
         if isinstance(message, Error):
             self.error = message
             return True
@@ -67,7 +67,7 @@ class Completion:
 
 
 class RawClient:
-    """A DEALER; messages for several requests may come in any order, and are kept until they are asked for."""
+    """A DEALER socket; messages for several requests may come in any order, and are kept until asked for."""
 
     def __init__(self, endpoint: str, *, greet: bool = True, **options: Any) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -96,7 +96,7 @@ class RawClient:
         return message
 
     def hear(self, wanted: type[Wanted], timeout_s: float = TIMEOUT_S) -> Wanted:
-        """The next message that is not of a request of `completions`; it must be of this type."""
+        """Receive the next message that is of no request in `completions`; it must be of this type."""
         message = self._next_control(timeout_s)
         assert isinstance(message, wanted), message
         return message
@@ -127,7 +127,7 @@ class RawClient:
         return completion
 
     def open(self, number: int, *, credit: int = 1 << 20, **sampling: Any) -> Completion:
-        """A request whose prompt is to come."""
+        """Open a request whose prompt follows."""
         completion = self.completions[number] = Completion()
         self.say(Submit(number, credit, Sampling(**sampling), open=True))
         return completion
@@ -139,7 +139,7 @@ class RawClient:
         self.say(Credit(number, tokens))
 
     def finish(self, *completions: Completion, timeout_s: float = TIMEOUT_S) -> None:
-        """Receive until all of these have ended; nothing else may come."""
+        """Receive until all of these have ended; other messages are an error."""
         end = time.monotonic() + timeout_s
         while any(one.end is None and one.error is None for one in completions):
             message = self.receive(end - time.monotonic())

@@ -1,4 +1,4 @@
-"""Running requests to their end, and what every step computed for them, by request."""
+"""This module runs requests to their end, and records by request what each step computed for them."""
 
 import warnings
 from collections import defaultdict
@@ -14,18 +14,18 @@ from lowlat.graphs.program import Op
 from lowlat.options.request import StepOutput
 
 Depth = int | Callable[[int], int] | None  # S of every step, or by the number of the step
-Trace = tuple[list[int], dict[int, torch.Tensor]]  # a request's tokens, and the logits [V] of each by its place
+Trace = tuple[list[int], dict[int, torch.Tensor]]  # a request's tokens, and the logits [V] of each by its index
 
 
 def check_invariants(runtime: Runtime) -> None:
-    """The books of blocks and slots balance."""
+    """Check that the books of blocks and slots balance."""
     runtime.kvcache.invariants()
     runtime.scheduler.invariants()
 
 
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
-    """Torch raises where one of its operations waits for the device."""
+    """Have torch raise if one of its operations waits for the device."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls this mode a prototype
         torch.cuda.set_sync_debug_mode("error")
@@ -36,17 +36,17 @@ def waiting_is_an_error() -> Iterator[None]:
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """A random prompt for the small models."""
+    """Draw a random prompt for the small models."""
     return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def tokens_of(outputs: Iterable[StepOutput]) -> list[int]:
-    """The tokens of outputs, joined."""
+    """Join the tokens of outputs."""
     return [token for output in outputs for token in output.token_ids]
 
 
 def tokens_of_six(runtime: Runtime, depth: Depth = None) -> list[list[int]]:
-    """The tokens of six requests side by side, some with one prefix."""
+    """Decode six requests side by side, some with a common prefix; returns their tokens."""
     sampling = SamplingParams(temperature=0.9, seed=5, max_tokens=14, ignore_eos=True)
     names = [runtime.submit(prompt_of(21 + number, seed=number % 3), sampling) for number in range(6)]
     tokens = run_all(runtime, depth)
@@ -54,7 +54,7 @@ def tokens_of_six(runtime: Runtime, depth: Depth = None) -> list[list[int]]:
 
 
 def outputs_of(runtime: Runtime) -> list[StepOutput]:
-    """All outputs until nothing runs."""
+    """Step until no request runs; returns all outputs."""
     found: list[StepOutput] = []
     while runtime.busy:
         found += runtime.step()
@@ -62,7 +62,7 @@ def outputs_of(runtime: Runtime) -> list[StepOutput]:
 
 
 def run_all(runtime: Runtime, depth: Depth = None, limit: int = 3000) -> dict[str, list[int]]:
-    """Step until nothing is left; the tokens of every request that was given any."""
+    """Step until no request is left; returns the tokens by request."""
     tokens: dict[str, list[int]] = defaultdict(list)
     for number in range(limit):
         if not runtime.busy:
@@ -75,15 +75,15 @@ def run_all(runtime: Runtime, depth: Depth = None, limit: int = 3000) -> dict[st
 
 
 def run_one(runtime: Runtime, prompt: Sequence[int], params: SamplingParams, depth: Depth = None) -> list[int]:
-    """The tokens of one request, alone."""
+    """Decode one request alone; returns its tokens."""
     name = runtime.submit(prompt, params)
     return run_all(runtime, depth)[name]
 
 
 class Recorder:
-    """The target's logits for every token that a tracked request was given, [V] by the token's index.
+    """Records the target's logits for each token of tracked requests, [V] by the token's index.
 
-    `num_accepted` counts their accepted drafts, `num_moved` those that were not first children all the way.
+    `num_accepted` counts their accepted drafts, `num_moved` those that were not first children on their whole path.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -102,7 +102,7 @@ class Recorder:
         return name
 
     def stop(self) -> None:
-        """Take the hook off, and await what it copied on the executor's stream."""
+        """Remove the hook, and wait for its copies on the executor's stream."""
         self._runtime.executor.set_hook(None)
         self._runtime.executor.synchronize()
 
@@ -127,7 +127,7 @@ class Recorder:
                 self.num_moved += node != place
 
     def _slot(self, name: str) -> int | None:
-        """The slot in which a request decodes, if it does."""
+        """Return the slot in which a request decodes, or None."""
         try:
             decodes = self._runtime.scheduler.phase(name) is Phase.DECODING
         except RequestError:
@@ -136,7 +136,7 @@ class Recorder:
 
 
 def traced(runtime: Runtime, prompt: Sequence[int], params: SamplingParams, depth: Depth = None) -> Trace:
-    """One request alone: its tokens and the logits that each was drawn from."""
+    """Decode one request alone; returns its tokens and the logits that each was drawn from."""
     recorder = Recorder(runtime)
     name = recorder.submit(prompt, params)
     tokens = run_all(runtime, depth)[name]
@@ -145,7 +145,7 @@ def traced(runtime: Runtime, prompt: Sequence[int], params: SamplingParams, dept
 
 
 def assert_same(found: Trace, expected: Trace) -> None:
-    """The same tokens from the same bits."""
+    """Assert that tokens and the bits of their logits are equal."""
     assert found[0] == expected[0]
     assert found[1].keys() == expected[1].keys()
     different = [index for index, row in expected[1].items() if not torch.equal(found[1][index], row)]

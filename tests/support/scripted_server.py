@@ -1,4 +1,4 @@
-"""A server for clients' tests: a ROUTER in a thread, honest by default, and as dishonest as a test wants it to be."""
+"""This module has a server for clients' tests: a ROUTER in a thread, correct by default, and faulty as a test asks."""
 
 import contextlib
 import queue
@@ -63,13 +63,13 @@ def welcome(**changes: Any) -> Welcome:
 
 
 def expected_tokens(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    """Return a correct server's answer: tokens that tell prompts and places apart."""
+    """Return a correct server's answer: tokens that differ by prompt and position."""
     start = sum(prompt)
     return tuple((start + place * 7) % 100_003 for place in range(num_tokens))
 
 
 def expected_text(token_ids: tuple[int, ...]) -> str:
-    """And their text."""
+    """Return their text."""
     return "".join(f"{token} " for token in token_ids)
 
 
@@ -225,10 +225,10 @@ def ipc_url(folder: Path, name: str = "s") -> str:
 
 
 def quiet(server: ScriptedServer, identity: bytes, message: Any, body: bytes) -> list[bytes]:
-    """A handler that never answers."""
+    """Never answer; a handler."""
     return []
 
 
 def ids_of(chunks: list[Chunk]) -> tuple[int, ...]:
-    """The tokens of a stream."""
+    """Return the tokens of a stream."""
     return tuple(token for chunk in chunks for token in chunk.token_ids)

@@ -1,4 +1,4 @@
-"""A server in the tests' own process."""
+"""This module runs a server in the tests' own process."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ Maker = FakeEngine | Callable[[], FakeEngine] | None
 
 
 class Served:
-    """A server in this process, its engine (where the test made none of its own), clients that are closed with it."""
+    """A server in this process, its engine (unless the test made one), and the clients that are closed with it."""
 
     def __init__(self, server: Server, engine: FakeEngine, stack: ExitStack) -> None:
         self.server = server

@@ -1,4 +1,4 @@
-"""A small random pair, or the bundled one, on the reference executor after a server in the tests' own process."""
+"""This module serves a small random pair, or the bundled one, on the reference executor in the tests' process."""
 
 import atexit
 import tempfile
@@ -24,18 +24,18 @@ HEAD = TARGET.with_name("head")
 
 
 def load_bundled(**options: Any) -> Runtime:
-    """The bundled target and draft model, three draft tokens a step."""
+    """Load the bundled target and draft model, with three draft tokens a step."""
     return _load(PairPaths(TARGET, HEAD), options)
 
 
 def load_small(**options: Any) -> Runtime:
-    """A random pair of two layers, with 97 tokens and no text, which steps in a seventh of the bundled one's time."""
+    """Load a random pair of two layers, with 97 tokens and no text, whose step takes a seventh of the bundled one's."""
     return _load(small_pair(), options)
 
 
 @cache
 def small_pair() -> PairPaths:
-    """The files of that pair."""
+    """Write the files of that pair."""
     folder = tempfile.TemporaryDirectory(prefix="lowlat-")
     atexit.register(folder.cleanup)
     return make_pair(Path(folder.name), "llama")
@@ -49,7 +49,7 @@ def _load(pair: PairPaths, options: dict[str, Any]) -> Runtime:
 
 
 def alone(runtime: Runtime, prompt: Sequence[int], **sampling: Any) -> tuple[int, ...]:
-    """The tokens of a request that has the runtime to itself."""
+    """Decode a request alone in the runtime; returns its tokens."""
     runtime.submit(prompt, SamplingParams(**sampling))
     tokens: list[int] = []
     while runtime.busy:
@@ -74,12 +74,12 @@ class ServedModel(RuntimeEngine):
     def submit(
         self, request_id: str, prompt: Sequence[int], sampling: Any, cache_salt: str = "", session: str = ""
     ) -> None:
-        """Take a request, and note when."""
+        """Take a request, and record the time."""
         super().submit(request_id, prompt, sampling, cache_salt, session)
         self.order.append(request_id)
 
     def cancel(self, request_id: str) -> None:
-        """End a request, and note when."""
+        """End a request, and record the time."""
         super().cancel(request_id)
         self.trace["cancel", request_id] = self.num_steps
 

@@ -1,4 +1,4 @@
-"""Fixtures of tests over sockets: nothing may leak, and a server in this process is a line."""
+"""This module has the fixtures of tests over sockets: a check for leaks, and servers in this process."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ SETTLE_S = 5.0
 
 
 def open_descriptors() -> dict[str, str]:
-    """The descriptors that this process has open, by number."""
+    """Return the open descriptors of this process, by number."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -114,6 +114,6 @@ OVER_EACH = pytest.mark.parametrize("server", ["ipc", "tcp"], indirect=True)
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of the usual heartbeats: what happens after seconds of silence happens soon."""
+    """Shorten heartbeats to a tenth, so that timeouts of seconds come soon."""
     monkeypatch.setattr(protocol, "HEARTBEAT_INTERVAL_S", protocol.HEARTBEAT_INTERVAL_S / 10)
     monkeypatch.setattr(protocol, "SILENCE_S", protocol.SILENCE_S / 10)

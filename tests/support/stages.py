@@ -1,6 +1,6 @@
-"""Marks cases of a parametrised test for the second stage, or for wide runs: they cost much and rarely tell more.
+"""This module marks cases of parametrised tests for the second stage, or for wide runs: slow ones that find little.
 
-It also lists the files that take longest with both stages: workers begin with them; and those of the fast stage.
+It also lists the files that take longest with both stages, with which workers begin, and the files of the fast stage.
 """
 
 from collections.abc import Container, Iterable
@@ -38,18 +38,19 @@ def is_fast(name: str) -> bool:
 
 
 def later(*values: Any) -> Any:
-    """A case of the second stage, by its parameters."""
+    """Mark a case, by its parameters, for the second stage."""
     return pytest.param(*values, marks=pytest.mark.second)
 
 
 def wide(*values: Any) -> Any:
-    """A case of wide runs, by its parameters: another combination or size of what both stages have a case of."""
+    """Mark a case, by its parameters, for wide runs: a further combination or size of what both stages test."""
     return pytest.param(*values, marks=pytest.mark.wide)
 
 
 def staged(cases: Iterable[Any], first: Container[Any], second: Container[Any] | None = None) -> list[Any]:
-    """All cases, those that are not among the first marked for the second stage, or where the second's are given, for
-    wide runs; a tuple is several parameters.
+    """Mark all cases but the `first` for the second stage, or if `second` is given, all others for wide runs.
+
+    A tuple is several parameters.
     """
 
     def marked(case: Any) -> Any:

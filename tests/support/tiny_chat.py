@@ -1,4 +1,4 @@
-"""A small random chat model: a byte-level tokenizer, and a template of tools and calls as Hermes' is."""
+"""This module makes a small random chat model: a byte-level tokenizer, and a template for tools like Hermes'."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,9 +23,9 @@ Call a function as <tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call>
 
 
 def make_chat_model(directory: Path, corpus: Iterable[str] = (), max_context: int = 4096) -> Path:
-    """Write the model: two layers, hidden 32, text that means nothing.
+    """Write the model: two layers, hidden size 32; its text is meaningless.
 
-    corpus  texts that the tokenizer is trained on, 1024 ids at most: prompts like them have few tokens
+    corpus  texts that train the tokenizer, with at most 1024 ids, so that similar prompts have few tokens
     """
     tokenizer = _byte_level([*corpus, TEMPLATE])
     size = tokenizer.get_vocab_size()

@@ -1,4 +1,4 @@
-"""Small random checkpoints: targets made by transformers' own classes, and EAGLE3 heads to go with them.
+"""This module makes small random checkpoints: targets of transformers' own classes, and EAGLE3 draft models for them.
 
 Targets are float32 and written by `save_pretrained`, so their files and their logits are transformers' own.
 """
@@ -109,7 +109,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
 def make_targets(
     tmp_path_factory: pytest.TempPathFactory, families: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Path]:
-    """A random target of each family, in a folder of its own; the families' options are those of `make_target`."""
+    """Make a random target of each family, in a folder of its own; options by family are those of `make_target`."""
     found = {}
     for family, options in families.items():
         found[family] = tmp_path_factory.mktemp(family)
@@ -120,8 +120,7 @@ def make_targets(
 def make_target(directory: Path, family: str, *, seed: int = 0, gain: float = 0.8, **options: Any) -> Any:
     """Write a random target to `directory` and return it as transformers' model, float32.
 
-    gain     scales what the layers add to the residual stream: with a low one the next token depends mostly on
-             the last
+    gain     scales what the layers add to the residual stream: if it is low, the next token depends mostly on the last
     options  fields of transformers' config; "legacy_config": True rewrites config.json in the older spelling
     """
     import transformers
@@ -174,7 +173,7 @@ def _random_values(name: str, like: torch.Tensor, gain: float, *, added_norms: b
 
 
 def _rewrite_config(path: Path) -> None:
-    """From `rope_parameters` and `dtype` to `rope_theta`, `rope_scaling` and `torch_dtype`."""
+    """Rewrite `rope_parameters` and `dtype` as `rope_theta`, `rope_scaling` and `torch_dtype`."""
     fields = json.loads(path.read_text())
     rope = fields.pop("rope_parameters")
     fields["torch_dtype"] = fields.pop("dtype")
@@ -184,7 +183,7 @@ def _rewrite_config(path: Path) -> None:
 
 
 def mxfp4_target(directory: Path, *, seed: int = 0, **options: Any) -> Any:
-    """A gpt-oss target whose experts are stored as MXFP4 blocks and scales; hidden and inner size: of 32s."""
+    """Make a gpt-oss target with MXFP4 experts; hidden and inner size must be multiples of 32."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     model = make_target(directory, "gpt_oss", seed=seed, **{"hidden_size": 64, "intermediate_size": 32, **options})
@@ -212,13 +211,13 @@ def mxfp4_target(directory: Path, *, seed: int = 0, **options: Any) -> Any:
 
 @torch.no_grad()
 def transformers_logits(model: Any, tokens: list[int]) -> torch.Tensor:
-    """Logits [n, V] after every token, one forward pass without a cache."""
+    """Compute logits [n, V] after each token, in one forward pass without a cache."""
     logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
     return logits
 
 
 def residual_streams(model: Any, tokens: list[int]) -> list[torch.Tensor]:
-    """The input of every layer and the output of the last, [n, N] each, by hooks on transformers' layers."""
+    """Return the input of each layer and the output of the last, [n, N] each, by hooks on transformers' layers."""
     streams: list[torch.Tensor] = []
 
     def before(_module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -233,7 +232,7 @@ def residual_streams(model: Any, tokens: list[int]) -> list[torch.Tensor]:
 
 
 def random_draft_model(directory: Path, target: Any, *, seed: int = 0, **flags: Any) -> tuple[dict[str, Any], Any]:
-    """Write a random EAGLE3 head in the speculators' layout; return its config.json and its tensors.
+    """Write a random EAGLE3 draft model in speculators' layout; returns its config.json and its tensors.
 
     flags  norm_before_fc, fc_norm, norm_output, norm_before_residual, qk_norm (a Qwen3 layer), attention_bias,
            mlp_bias, own_embedding, own_lm_head (True), draft_vocab_size, captures, final_hidden (no fc), windows (one
@@ -253,7 +252,7 @@ def random_draft_model(directory: Path, target: Any, *, seed: int = 0, **flags: 
 
 
 def draft_config(target: Any, **flags: Any) -> dict[str, Any]:
-    """config.json of a head in the speculators' layout."""
+    """Return a draft model's config.json in speculators' layout."""
     config = target.config
     layer = {
         "model_type": "qwen3" if flags.get("qk_norm") else "llama",
@@ -335,7 +334,7 @@ def _head_shapes(config: dict[str, Any], flags: dict[str, Any]) -> dict[str, tup
 
 
 def random_draft_values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Random numbers of a draft model's tensor, of a size that keeps activations at theirs."""
+    """Draw a draft model's tensor, scaled so that activations keep their size."""
     noise = torch.randn(shape, generator=generator)
     if "norm" in name:
         return 1 + 0.2 * noise
@@ -349,11 +348,11 @@ def random_draft_values(name: str, shape: tuple[int, ...], generator: torch.Gene
 def copying_draft_model(
     directory: Path, target: Any, *, draft_vocab_size: int | None = None, seed: int = 0, heads: int = 1, **flags: Any
 ) -> None:
-    """Write a head that answers what the target's embedding, final norm and LM head alone would answer.
+    """Write a draft model that drafts what the target's embedding, final norm and LM head alone would give.
 
-    Its wide attention heads, all alike, look at their own row; so over a target made with a low gain, a good part of
-    its drafts is accepted, and a good part is not. Later layers, which `flags` may ask for, add little.
-    heads  of its attention; ranks can share 8
+    Its attention heads are wide and alike, and each row attends to itself. Over a target with a low gain, many of its
+    drafts are accepted, and many are not. Later layers, if `flags` ask for some, add little.
+    heads  its attention heads; ranks can share 8
     """
     width, vocab = target.config.hidden_size, target.config.vocab_size
     shape = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": width}
@@ -387,14 +386,14 @@ def write_draft_model(directory: Path, config: dict[str, Any], tensors: dict[str
 
 @dataclass(frozen=True)
 class PairPaths:
-    """Where a target and its head lie."""
+    """The directories of a target and its draft model."""
 
     target: Path
     head: Path
 
 
 def make_pair(directory: Path, family: str, *, gain: float = 0.45, **options: Any) -> PairPaths:
-    """A small target and a head of which it accepts a good part; some tokens of the target cannot be drafted."""
+    """Make a small target and a draft model with many accepted drafts; it cannot draft some of the target's tokens."""
     paths = PairPaths(directory / "target", directory / "head")
     target = make_target(paths.target, family, gain=gain, **{"num_hidden_layers": 2, **options})
     copying_draft_model(paths.head, target, draft_vocab_size=80)

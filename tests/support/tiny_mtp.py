@@ -1,4 +1,4 @@
-"""Small MTP layers, written next to the weights of a target that is there already."""
+"""This module adds small MTP layers to the files of an existing target."""
 
 import json
 import math
@@ -21,8 +21,8 @@ def add_mtp(
 ) -> dict[str, torch.Tensor]:
     """Add a random MTP layer, like the target's last layer, to its only file and its config; return its tensors.
 
-    copies     it answers mostly what the target's embedding and LM head alone would: a good part of its drafts is
-               accepted over a target made with a low gain
+    copies     it drafts mostly what the target's embedding and LM head alone would give, so that many drafts are
+               accepted over a target with a low gain
     by_expert  experts that are fused in the target are stored one by one
     """
     path = directory / "model.safetensors"

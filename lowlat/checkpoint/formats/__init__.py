@@ -1,8 +1,8 @@
 """This package has weight formats in files: names of tensors, keys of quantization_config, checks of values.
 
-`STORED_FORMATS` is the table of experts' formats, whose other side, packed and decoded in kernels, is in
-`lowlat.kernels.formats` under the same name. Linear layers are stored in the layouts of `linear`; `methods` reads from
-configs which layers are quantised, `quantisation` applies that to recipes. None of them knows families or operations.
+`STORED_FORMATS` is the table of experts' formats. `lowlat.kernels.formats` has the other side of each, packed and
+decoded in kernels, under the same name. `linear` has the layouts of linear layers, `methods` reads from configs which
+layers are quantised, and `quantisation` applies that to recipes. None of them knows families or operations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ STORED_FORMATS: Mapping[str, StoredFormat] = {each.name: each for each in (STORE
 
 
 def read_format(fields: Fields, quantised: Sequence[str] = ()) -> StoredFormat:
-    """The format of a model's matrices: quantization_config's, or the plain one where there is none.
+    """Return the format of a model's matrices: that of quantization_config, or the plain one without such a key.
 
     quantised  names of the formats besides the plain one that the family implements
     Raises ConfigError for another quant_method, and for keys that are not implemented.
@@ -51,7 +51,7 @@ def read_format(fields: Fields, quantised: Sequence[str] = ()) -> StoredFormat:
 
 
 def check_widths(fields: Fields, stored: StoredFormat, widths: Mapping[str, int]) -> None:
-    """Raise ConfigError for a width of matrices, by its key in config.json, that the format cannot hold in rows."""
+    """Raise ConfigError for widths of matrices, by key in config.json, that the format cannot hold in rows."""
     block = stored.packed.block
     for key, size in widths.items():
         if size % block:
@@ -61,9 +61,9 @@ def check_widths(fields: Fields, stored: StoredFormat, widths: Mapping[str, int]
 
 
 def part_groups(recipes: Sequence[Recipe], entries: Mapping[str, TensorEntry]) -> list[Group]:
-    """Recipes in groups that are read and checked together: the parts of a quantised weight, every other one alone.
+    """Group recipes that are read and checked together: the parts of a quantised weight; each other weight is alone.
 
-    entries  stored tensors, whose files messages name; may be empty
+    entries  stored tensors, for the files in messages; may be empty
     """
     owners = {
         part: each for each in STORED_FORMATS.values() if len(each.packed.parts) > 1 for part in each.packed.parts

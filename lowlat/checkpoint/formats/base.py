@@ -1,7 +1,6 @@
-"""This is the interface of a weight format, file side: the stored tensors of a matrix, and checks as it is read.
+"""This is the interface of a weight format in files: the stored tensors of a matrix, and checks of their values.
 
-How the canonical parts are packed, decoded and counted is the kernels' side of the same format, in
-`lowlat.kernels.formats`.
+`lowlat.kernels.formats` has the kernels' side of the same format, which packs, decodes and counts the canonical parts.
 """
 
 from abc import ABC, abstractmethod
@@ -20,11 +19,11 @@ __all__ = ["Matrices", "StoredFormat"]
 
 @dataclass(frozen=True)
 class Matrices:
-    """A stack of matrices [E, N, K] of one canonical weight, as a checkpoint has them.
+    """A stack of matrices [E, N, K] of one canonical weight, as a checkpoint stores them.
 
-    weight       canonical name, without the part
-    stored       name in the checkpoint, without what a format appends
-    interleaved  gate and up rows alternate; canonical are all gate rows, then all up rows
+    weight       canonical name, without the name of the part
+    stored       name in the checkpoint, without the suffix of a format
+    interleaved  gate and up rows alternate; the canonical weight has all gate rows, then all up rows
     transposed   plain matrices are stored [E, K, N]; formats that pack numbers of a row together still store rows
     """
 
@@ -36,10 +35,10 @@ class Matrices:
 
 
 class StoredFormat(ABC):
-    """One format in files; there is one object of each.
+    """A format in files; each has one object.
 
-    packed              the kernels' side, whose name is the format's, and whose parts are the canonical tensors
-    method              quant_method in config.json's quantization_config; None for the format of models without one
+    packed              the kernels' side, with the format's name; its parts are the canonical tensors
+    method              quant_method in config.json's quantization_config; None: the format of models without one
     transformers_config transformers' class of options that reads such files, for comparisons; None: it needs none
     """
 
@@ -58,11 +57,11 @@ class StoredFormat(ABC):
 
     @abstractmethod
     def recipes(self, matrices: Matrices, dtype: torch.dtype) -> list[Recipe]:
-        """How every canonical part of the matrices is made; dtype is the compute dtype."""
+        """Return the recipes of the matrices' canonical parts; dtype is the compute dtype."""
 
     @abstractmethod
     def check_parts(self, labels: Mapping[str, str], parts: Mapping[str, torch.Tensor]) -> None:
-        """Check the parts of a weight when they have been read, and mend them in place.
+        """Check the parts of a weight after they were read, and correct them in place.
 
         labels  part -> file and tensor, for messages
         Raises ConfigError for values that kernels do not compute exactly.

@@ -1,4 +1,4 @@
-"""A plain weight is one floating-point tensor, which is converted to the compute dtype as it is read."""
+"""This module has the plain format: one floating-point tensor, converted to the compute dtype as it is read."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ __all__ = ["STORED_BF16"]
 
 
 class _StoredBf16(StoredFormat):
-    """The tensor that the checkpoint names."""
+    """The plain format: a weight is the tensor of its stored name."""
 
     packed = BF16
 
@@ -26,7 +26,7 @@ class _StoredBf16(StoredFormat):
         return [Recipe(f"{matrices.weight}.weight", (Piece(matrices.stored, shape),), dtype, arrange)]
 
     def check_parts(self, labels: Mapping[str, str], parts: Mapping[str, torch.Tensor]) -> None:
-        """Nothing is left to check: numbers that are not finite are refused as they are read."""
+        """Check nothing: the reader has refused NaN and infinity already."""
 
 
 STORED_BF16 = _StoredBf16()

@@ -1,7 +1,7 @@
-"""This module reads AutoAWQ's, GPTQ's and AutoRound's keys in quantization_config.
+"""This module reads the keys of AutoAWQ, GPTQ and AutoRound in quantization_config.
 
-AutoRound stores tensors as one of the other two does, which `packing_format` says. It also exports files under their
-names, with its own keys next to theirs.
+AutoRound stores tensors like one of the other two, according to `packing_format`. It also exports files under their
+names, with its own keys beside theirs.
 """
 
 import re
@@ -15,7 +15,7 @@ from lowlat.kernels.formats.int4 import GROUPS
 __all__ = ["parse_awq", "parse_gptq"]
 
 MAX_MODULES = 1 << 16
-# how AutoRound searched for the numbers, and what it did to activations, which stay bfloat16 here
+# keys about AutoRound's search, and about activations, which stay bfloat16 here
 ROUND_NO_EFFECT = tuple(
     """
     act_bits act_data_type act_dynamic act_group_size act_sym amp autoround_version batch_size block_name_to_quantize
@@ -36,7 +36,7 @@ AWQ_NO_EFFECT = (
     *(*ROUND_NO_EFFECT, "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse"),
     *("desc_act", "meta", "pack_impl"),
 )
-# how a file was made, who made it, and which kernels others would run
+# keys about how a file was made, by whom, and for which kernels of other engines
 GPTQ_NO_EFFECT = ROUND_NO_EFFECT + tuple(
     """
     act_group_aware backend cache_block_outputs damp_auto_increment damp_percent disable_exllama exllama_config
@@ -48,9 +48,9 @@ GPTQ_NO_EFFECT = ROUND_NO_EFFECT + tuple(
 
 
 def parse_awq(fields: Fields) -> Quantisation:
-    """The layers of a file of AutoAWQ's. Raises ConfigError for other versions than `gemm`.
+    """Read the quantised layers of an AutoAWQ file. Raises ConfigError for other versions than `gemm`.
 
-    Zero points are read where the config says that there are none, too: `gemm` stores them always.
+    Zero points are read even if the config says that there are none: `gemm` always stores them.
     """
     _check_bits(fields, ("bits", "w_bit"))
     group = _group(fields, ("group_size", "q_group_size"))
@@ -73,7 +73,7 @@ def parse_awq(fields: Fields) -> Quantisation:
 
 
 def parse_auto_round(fields: Fields) -> Quantisation:
-    """The layers of a file of AutoRound's, packed as GPTQ's or AutoAWQ's.
+    """Read the quantised layers of an AutoRound file, which is packed like GPTQ's or AutoAWQ's.
 
     Raises ConfigError for other packings, and for quantised layers that differ from the rest.
     """
@@ -98,7 +98,7 @@ def parse_auto_round(fields: Fields) -> Quantisation:
 
 
 def _round_exceptions(fields: Fields, group: int, symmetric: bool) -> tuple[list[str], bool]:
-    """The layers that `extra_config` leaves plain, and whether the LM head is quantised as the others are."""
+    """Return the layers that `extra_config` leaves plain, and whether the LM head is quantised like the others."""
     extra = fields.optional_object("extra_config")
     plain, head = [], False
     for name in () if extra is None else extra.values:
@@ -107,7 +107,7 @@ def _round_exceptions(fields: Fields, group: int, symmetric: bool) -> tuple[list
             continue
         bits = layer.integer("bits", 1, 32, default=4)
         if bits >= PLAIN_BITS:
-            # the library searches for a name that is an expression anywhere in a module's
+            # AutoRound searches for a regular expression anywhere in a module's name
             plain.append(f"re:.*{name.removeprefix('.*')}" if re.search(r"[*+?^$()\[\]{}|\\]", name) else name)
             continue
         _check_bits(layer, ("bits",))
@@ -127,7 +127,7 @@ def _check_numbers(fields: Fields) -> None:
 
 
 def parse_gptq(fields: Fields) -> Quantisation:
-    """The layers of a GPTQ file, version 1 or 2. Raises ConfigError for activation order, and for other bits."""
+    """Read the quantised layers of a GPTQ file, version 1 or 2. Raises ConfigError for activation order, other bits."""
     _check_bits(fields, ("bits",))
     group = _group(fields, ("group_size",))
     if fields.boolean("desc_act", False):
@@ -151,7 +151,7 @@ def parse_gptq(fields: Fields) -> Quantisation:
 
 
 def _gptq_layout(fields: Fields) -> str:
-    """The version of the layout, which `checkpoint_format` says, GPTQModel's `format`, or both."""
+    """Return the version of the layout: in `checkpoint_format`, in GPTQModel's `format`, or in both."""
     found = {key: fields.optional_string(key) for key in ("checkpoint_format", "format")}
     for key, layout in found.items():
         if layout not in (None, "gptq", "gptq_v2"):

@@ -1,7 +1,7 @@
-"""A layout says which tensors a quantised linear layer has in files, and how these become the parts of a format.
+"""This module has the layouts of quantised linear layers in files: their tensors, and how these become parts.
 
-One class for each public layout. Sources: compressed-tensors' compressors, transformers' integrations, AutoAWQ's and
-GPTQModel's packing, TensorRT Model Optimizer's exports.
+It has one class for each public layout. Sources: compressed-tensors' compressors, transformers' integrations, AutoAWQ's
+and GPTQModel's packing, TensorRT Model Optimizer's exports.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ __all__ = [
 
 FLOATS = ("F32", "BF16", "F16")
 E4M3 = ("F8_E4M3",)
-SCALE_NAMES = ("weight_scale", "weight_scale_inv")  # of FP8
+SCALE_NAMES = ("weight_scale", "weight_scale_inv")  # of FP8 layers
 WORDS = ("I32",)
 BLOCK = 128
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word holds
@@ -36,7 +36,7 @@ Shape = tuple[int, ...]
 class StoredLinear(ABC):
     """A layout of linear layers in files.
 
-    spare_biases  layers that have no bias are stored with one of zeros
+    spare_biases  whether layers without a bias may be stored with a bias of zeros
     """
 
     spare_biases: ClassVar[bool] = False
@@ -44,19 +44,19 @@ class StoredLinear(ABC):
     @property
     @abstractmethod
     def packed(self) -> MatrixFormat:
-        """The format that it becomes."""
+        """The format that its layers are loaded into."""
 
     def in_files(self, names: Collection[str]) -> "StoredLinear":
-        """The same, by the names that files with tensors of these names have for its parts."""
+        """Return this layout with the tensor names that the files use; `names` are the files' tensors."""
         return self
 
     @abstractmethod
     def pieces(self, module: str, rows: int, columns: int) -> dict[str, Piece]:
-        """The stored tensor of each part of a layer [N, K]."""
+        """Return the stored tensor of each part of a layer [N, K]."""
 
 
 class WrittenLinear(StoredLinear):
-    """A layout of compressed-tensors' in which layers are written, too."""
+    """A compressed-tensors layout that lowlat also writes."""
 
     @property
     @abstractmethod
@@ -65,14 +65,14 @@ class WrittenLinear(StoredLinear):
 
     @abstractmethod
     def tensors(self, module: str, shape: Shape, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The stored tensors of a layer [N, K], from its parts: the inverse of `pieces`."""
+        """Return the stored tensors of a layer [N, K] with these parts: the inverse of `pieces`."""
 
 
 @dataclass(frozen=True)
 class Fp8Linear(WrittenLinear):
-    """`weight` in e4m3 and scales that are multiplied: one, one a row, or one for each block of 128 by 128.
+    """FP8: `weight` in e4m3, times scales: one for the tensor, for each row, or for each block of 128 by 128.
 
-    scale  the scales' name: `weight_scale_inv` is no inverse, whatever it says. Files have either
+    scale  the scales' name; files use either, and `weight_scale_inv` is not an inverse in spite of its name
     """
 
     per: Literal["tensor", "channel", "block"]
@@ -110,7 +110,7 @@ class Fp8Linear(WrittenLinear):
         return "float-quantized", {"num_bits": 8, "type": "float", "strategy": self.per}
 
     def tensors(self, module: str, shape: Shape, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See `WrittenLinear.tensors`: with a scale for each row."""
+        """See `WrittenLinear.tensors`; writes a scale for each row."""
         codes = parts["fp8"].view(torch.float8_e4m3fn)
         return {f"{module}.weight": codes, f"{module}.{self.scale}": parts["fp8_scales"]}
 
@@ -147,7 +147,7 @@ class PackedLinear(WrittenLinear):
         return "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": self.group}
 
     def tensors(self, module: str, shape: Shape, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See `WrittenLinear.tensors`: without zero points."""
+        """See `WrittenLinear.tensors`; writes no zero points."""
         return {
             f"{module}.weight_packed": parts["int4"].view(torch.int32),
             f"{module}.weight_scale": parts["int4_scales"],
@@ -183,8 +183,8 @@ class AwqLinear(StoredLinear):
 class GptqLinear(StoredLinear):
     """GPTQ: eight inputs in a word, inputs as rows; zero points of eight outputs in a word.
 
-    has_offset  zero points are stored less one (`checkpoint_format` "gptq"; not so in "gptq_v2")
-    symmetric   zero points are all 8; files say 7 or 8, and not always what their config promises: the file decides
+    has_offset  zero points are stored minus one (`checkpoint_format` "gptq", but not "gptq_v2")
+    symmetric   all zero points are 8; files store 7 or 8, not always as their config says, so the file decides
     """
 
     group: int
@@ -213,10 +213,10 @@ class GptqLinear(StoredLinear):
 
 @dataclass(frozen=True)
 class Nvfp4Linear(StoredLinear):
-    """Two E2M1 numbers a byte, an e4m3 scale for 16, and one number for the tensor, which divides or multiplies.
+    """NVFP4: two E2M1 numbers a byte, an e4m3 scale for 16 of them, and one factor for the tensor.
 
-    codes, factor  names of the first tensor and the last one
-    divides        the number divides the scales (compressed-tensors); else it multiplies them (ModelOpt)
+    codes, factor  names of the tensor of numbers and of the factor
+    divides        the factor divides the scales (compressed-tensors); else it multiplies them (ModelOpt)
     """
 
     codes: str
@@ -240,7 +240,7 @@ class Nvfp4Linear(StoredLinear):
 
 
 def written_layout(packed: MatrixFormat) -> WrittenLinear:
-    """The layout in which layers of a format are written. Raises ConfigError for one that none is written in."""
+    """Return the layout in which a format is written. Raises ConfigError if lowlat does not write it."""
     known: dict[str, WrittenLinear] = {FP8.name: Fp8Linear("channel")}
     known |= {int4_format(group, has_zeros=False).name: PackedLinear(group, True) for group in GROUPS}
     if packed.name not in known:
@@ -254,7 +254,7 @@ def _check_outputs(module: str, rows: int) -> None:
 
 
 def _scales(name: str, rows: int, groups: int, *, transposed: bool = False) -> Piece:
-    """Scales of groups, stored [N, K / group] or the other way around."""
+    """Return the piece of group scales, stored [N, K / group] or transposed."""
     make = _turned if transposed else _as_it_is
     return Piece(name, (groups, rows) if transposed else (rows, groups), Conversion((rows, groups), FLOATS, make))
 
@@ -274,7 +274,7 @@ def _e4m3(label: str, stored: torch.Tensor) -> torch.Tensor:
 
 
 def _by_row(rows: int, groups: int, _label: str, stored: torch.Tensor) -> torch.Tensor:
-    """Scales of a tensor, of rows or of blocks of rows, for each row."""
+    """Expand the scales of a tensor, of rows or of blocks of rows, to each row."""
     if stored.numel() == 1:
         return stored.reshape(1, 1).expand(rows, groups)
     scales: torch.Tensor = stored.reshape(-1, groups)
@@ -289,12 +289,12 @@ def _factor(rows: int, divides: bool, label: str, stored: torch.Tensor) -> torch
 
 
 def _nibbles(words: torch.Tensor) -> torch.Tensor:
-    """The eight numbers of each word, the lowest bits first: int32 [..., n] to uint8 [..., 8 n]."""
+    """Unpack the eight numbers of each word, lowest bits first: int32 [..., n] to uint8 [..., 8 n]."""
     return unpack_nibbles(words.contiguous().view(torch.uint8))
 
 
 def _pairs(numbers: torch.Tensor) -> torch.Tensor:
-    """Two numbers a byte, the earlier in the low nibble: uint8 [..., n] to uint8 [..., n / 2]."""
+    """Pack two numbers a byte, the first in the low nibble: uint8 [..., n] to uint8 [..., n / 2]."""
     return numbers[..., 0::2] | (numbers[..., 1::2] << 4)
 
 
@@ -309,7 +309,7 @@ def _zeros_along_outputs(rows: int, _label: str, words: torch.Tensor) -> torch.T
 
 
 def _awq_columns(words: torch.Tensor) -> torch.Tensor:
-    """The outputs of each row of words, in order: int32 [n, N / 8] to uint8 [n, N]."""
+    """Unpack the outputs of each row of words, in order: int32 [n, N / 8] to uint8 [n, N]."""
     numbers = _nibbles(words).reshape(words.shape[0], -1, 8)
     return numbers[..., [AWQ_ORDER.index(column) for column in range(8)]].flatten(-2)
 

@@ -1,7 +1,7 @@
-"""This module reads how configs spell quantisation, by quant_method, and refuses by name what it does not know.
+"""This module reads the quantisation in configs, by quant_method, and refuses unknown methods and values by name.
 
-Only weights are quantised here: a config's keys for activations, which stay bfloat16, have no effect, nor those for
-the KV cache, which the option kv_cache_dtype decides. GPTQ's, AutoAWQ's and AutoRound's keys are in `group_methods`.
+Only weights are quantised. Keys for activations, which stay bfloat16, have no effect, nor have keys for the KV cache,
+which the option kv_cache_dtype decides. `group_methods` has the keys of GPTQ, AutoAWQ and AutoRound.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from lowlat.kernels.formats.int4 import GROUPS
 __all__ = ["METHODS", "read_quantisation"]
 
 MAX_MODULES = 1 << 16
-FORMATS_OF = {  # compressed-tensors' names of layouts, and what they hold: type, bits, strategies
+FORMATS_OF = {  # compressed-tensors' layouts -> type, bits, strategies
     "float-quantized": ("float", 8, ("tensor", "channel", "block")),
     "naive-quantized": ("float", 8, ("tensor", "channel", "block")),
     "pack-quantized": ("int", 4, ("group",)),
@@ -33,15 +33,15 @@ MODELOPT_LAYERS = {"FP8": Fp8Linear("tensor")} | dict.fromkeys(
 
 
 def quantisation_config(fields: Fields) -> Fields | None:
-    """Return the quantisation that a config names, under the key's older name, too. Raises ConfigError."""
+    """Return a config's quantisation, also under the key's older name. Raises ConfigError."""
     older, own = (fields.optional_object(key) for key in ("compression_config", "quantization_config"))
     return own if own is not None and own.values else older
 
 
 def read_quantisation(fields: Fields, directory: Path) -> Quantisation | None:
-    """The quantised layers of a model by its config, or by ModelOpt's file next to it; None for plain weights.
+    """Read the quantised layers from a model's config, or from ModelOpt's file beside it; None for plain weights.
 
-    Raises ConfigError for a quant_method, and for keys and values of one, that are not implemented.
+    Raises ConfigError for a quant_method that is not implemented, and for such keys and values.
     """
     own = quantisation_config(fields)
     beside = directory / QUANTISATION_FILE

@@ -1,4 +1,4 @@
-"""gpt-oss has MXFP4 in files as blocks and scales, two uint8 tensors of each weight.
+"""This module reads the MXFP4 of gpt-oss: each weight is stored as blocks and scales, two uint8 tensors.
 
 Source: transformers integrations/mxfp4.
 """
@@ -17,17 +17,17 @@ __all__ = ["STORED_MXFP4", "normalise_scales"]
 
 MAX_MODULES = 4096
 
-# A scale s stands for 2**(s - 127). From 2 on every product with an FP4 value (0.5 to 6) is a normal bfloat16 number:
-# below, it is subnormal, and kernels that build the exponent from bits differ. The kernels keep s + 63 in a byte that
-# is an exponent: up to 191, for 2**64, that is a number. 255 is NaN.
+# A scale s stands for 2**(s - 127). If s >= 2, each product with an FP4 value (0.5 to 6) is a normal bfloat16 number;
+# below, products are subnormal, and kernels that build the exponent from bits would differ. The kernels keep s + 63 in
+# a byte that is an exponent, which is a valid number up to s = 191, for 2**64. 255 is NaN.
 LOWEST_SCALE = 2
 HIGHEST_SCALE = 191
 UNIT_SCALE = 127
-MAGNITUDE_BITS = 0x77  # both nibbles without their signs
+MAGNITUDE_BITS = 0x77  # both nibbles without sign bits
 
 
 class _StoredMxfp4(StoredFormat):
-    """`NAME_blocks` and `NAME_scales`, rows of outputs whatever the family does with plain matrices."""
+    """MXFP4: `NAME_blocks` and `NAME_scales`, with outputs as rows even if the family transposes plain matrices."""
 
     packed = MXFP4
     method = "mxfp4"
@@ -53,12 +53,12 @@ class _StoredMxfp4(StoredFormat):
 
 
 def normalise_scales(label: str, blocks: torch.Tensor, scales: torch.Tensor) -> None:
-    """Refuse MXFP4 scales outside what kernels compute exactly; give all-zero blocks a scale inside it.
+    """Refuse MXFP4 scales with which kernels do not compute exactly; give all-zero blocks a valid scale.
 
     blocks  [E, rows, K / 32, 16]  uint8  two codes a byte, the low nibble first
     scales  [E, rows, K / 32]      uint8  in and out: blocks of zeros outside 2..191 get 127, their value unchanged
-    label names file and tensor. Raises ConfigError for the first scale that is NaN (255), or outside 2..191 with
-    codes that are not zero.
+    label   file and tensor, for messages
+    Raises ConfigError for the first scale that is NaN (255), or outside 2..191 with codes that are not zero.
     """
     low, high = torch.aminmax(scales)
     if int(low) >= LOWEST_SCALE and int(high) <= HIGHEST_SCALE:

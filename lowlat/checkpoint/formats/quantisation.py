@@ -1,6 +1,6 @@
-"""This module says which layers of a checkpoint are quantised, and how, by the rules of its config.
+"""This module decides which layers of a checkpoint are quantised, and how, by the rules of its config.
 
-Recipes are written for plain weights; those of layers that a rule names become recipes of its format's parts.
+Families write recipes for plain weights. This module replaces those of quantised layers by recipes of their parts.
 """
 
 import re
@@ -20,10 +20,10 @@ from lowlat.kernels.formats import DENSE_FORMATS, MatrixFormat
 __all__ = ["Names", "Quantisation", "Rule", "narrowed", "part_recipes"]
 
 LAYER_CLASS = "Linear"
-PLAIN = ("embed", "per_layer_embed", "router", "shared_gate")  # canonical weights that no GEMM of a linear layer reads
+PLAIN = ("embed", "per_layer_embed", "router", "shared_gate")  # no linear layer's GEMM reads these weights
 SUFFIX, BIAS = ".weight", ".bias"
 SCALES = tuple({f".{each.scales}" for each in DENSE_FORMATS.values() if each.scales is not None})
-# tensors of quantised activations and caches; these are no weights, see `lowlat.checkpoint.kv_scales`
+# tensors about quantised activations and caches, not weights; see `lowlat.checkpoint.kv_scales`
 UNUSED = (
     *("input_scale", "input_global_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale"),
     "activation_scale",
@@ -36,9 +36,9 @@ NESTED_REPEAT = re.compile(r"\)[*+?{]|[*+][*+]")
 
 @dataclass(frozen=True)
 class Names:
-    """Names of modules in a config: whole ones or parts between dots, `re:` expressions, wildcards, or "Linear".
+    """Names of modules in a config: whole names or parts between dots, `re:` expressions, wildcards, or "Linear".
 
-    whole  "Linear" names every linear layer
+    whole  "Linear" is among them, which names all linear layers
     """
 
     patterns: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Names:
 
     @classmethod
     def parse(cls, label: str, names: Iterable[str]) -> "Names":
-        """The names of a list. Raises ConfigError for expressions that could take for ever."""
+        """Parse a list of names. Raises ConfigError for regular expressions that could take for ever."""
         names = tuple(names)
         for name in names:
             if name.startswith("re:"):
@@ -54,10 +54,11 @@ class Names:
         return cls(tuple(name for name in names if name != LAYER_CLASS), LAYER_CLASS in names)
 
     def match(self, module: str) -> bool:
-        """Whether a linear layer of this name is among them."""
+        """Whether they name this linear layer."""
         if self.whole:
             return True
-        literal, lengths, others = self._by_kind  # configs list hundreds of names, models tens of thousands of layers
+        # look-ups by kind, for speed: configs list hundreds of names, models have tens of thousands of layers
+        literal, lengths, others = self._by_kind
         parts = module.split(".")
         for start, first in enumerate(parts):
             for length in lengths.get(first, ()):
@@ -67,7 +68,7 @@ class Names:
 
     @cached_property
     def _by_kind(self) -> tuple[frozenset[str], Mapping[str, frozenset[int]], tuple[str, ...]]:
-        """Names of whole parts between dots; numbers of parts by a name's first; patterns that are matched singly."""
+        """Literal names; their numbers of dotted parts, by first part; and patterns, which are matched one by one."""
         others = tuple(name for name in self.patterns if name.startswith("re:") or "*" in name or "?" in name)
         literal = frozenset(self.patterns).difference(others)
         lengths: dict[str, frozenset[int]] = {}
@@ -98,7 +99,7 @@ def _matches(pattern: str, module: str) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """Layers that are stored in one layout."""
+    """A rule: these layers are stored in this layout."""
 
     layers: Names
     stored: StoredLinear
@@ -108,9 +109,9 @@ class Rule:
 class Quantisation:
     """The quantised layers of a checkpoint.
 
-    label   of the config, for messages
-    rules   the first that names a layer applies to it
-    plain   layers that no rule applies to
+    label   the config, for messages
+    rules   rules in order: the first one that names a layer applies to it
+    plain   layers to which no rule applies
     """
 
     label: str
@@ -119,22 +120,24 @@ class Quantisation:
 
     @property
     def format_names(self) -> frozenset[str]:
-        """The formats of all rules, those of rules that match no layer included."""
+        """The formats of all rules, also of rules that match no layer."""
         return frozenset(rule.stored.packed.name for rule in self.rules)
 
     def in_files(self, names: Collection[str]) -> "Quantisation":
-        """The same, its layouts by the names that files with tensors of these names have for their parts."""
+        """Return a copy whose layouts use the files' tensor names; see `StoredLinear.in_files`."""
         return replace(self, rules=tuple(replace(rule, stored=rule.stored.in_files(names)) for rule in self.rules))
 
     def stored(self, module: str) -> StoredLinear | None:
-        """The layout of a linear layer; None for one that is plain."""
+        """Return the layout of a linear layer; None for a plain one."""
         if self.plain.match(module):
             return None
         return next((rule.stored for rule in self.rules if rule.layers.match(module)), None)
 
     def apply(self, recipes: Sequence[Recipe]) -> list[Recipe]:
-        """The recipes, those of quantised layers by part. Raises ConfigError for a layer that its format cannot hold,
-        and for fused layers of which some are stored otherwise than others."""
+        """Replace the recipes of quantised layers by recipes of their parts.
+
+        Raises ConfigError for a layer that its format cannot hold, and for fused layers in different layouts.
+        """
         return [made for recipe in recipes for made in self._made(recipe)]
 
     def _made(self, recipe: Recipe) -> list[Recipe]:
@@ -165,7 +168,7 @@ class Quantisation:
         return [replace(made, count=recipe.count) for made in part_recipes(owner, stored.packed, pieces, recipe.dtype)]
 
     def unused(self, checkpoint: Checkpoint) -> set[str]:
-        """Stored tensors that say how activations and caches were quantised, and biases of zeros."""
+        """Return the stored tensors that are not read: those about activations and caches, and biases of zeros."""
         found = {name for name in checkpoint.entries if name.rpartition(".")[2] in UNUSED}
         biases = [name for name in checkpoint.entries if name.endswith(BIAS) and self._may_be_spare(name)]
         return found | {entry.name for entry, bias in checkpoint.read(biases) if not bool(bias.any())}
@@ -176,20 +179,20 @@ class Quantisation:
 
 
 def _picked(parts: dict[str, Piece], spans: tuple[Span, ...] | None) -> dict[str, Piece]:
-    """The parts of some rows of a layer: each part has a row for each of the layer's."""
+    """Return the parts of some rows of a layer; each part has a row for each row of the layer."""
     return parts if spans is None else {part: picked_piece(piece, spans) for part, piece in parts.items()}
 
 
 def part_recipes(
     owner: str, packed: MatrixFormat, pieces: Sequence[dict[str, Piece]], dtype: torch.dtype
 ) -> list[Recipe]:
-    """The recipe of every part of a matrix whose rows are those of some layers."""
+    """Return the recipe of each part of a matrix that stacks the rows of some layers."""
     dtypes = {part: each for part, (_, each) in packed.specs(1, packed.block, dtype).items()}
     return [Recipe(f"{owner}.{part}", tuple(each[part] for each in pieces), dtypes[part]) for part in packed.parts]
 
 
 def narrowed(recipes: Sequence[Recipe], entries: Mapping[str, TensorEntry]) -> list[Recipe]:
-    """The recipes, with scales that are stored in bfloat16 kept in it: kernels then hold them in half the bytes."""
+    """Keep scales in bfloat16 if they are stored so, and not in float32: kernels then hold them in half the bytes."""
     return [
         replace(recipe, dtype=torch.bfloat16)
         if recipe.weight.endswith(SCALES) and all(entries[piece.name].dtype == "BF16" for piece in recipe.pieces)

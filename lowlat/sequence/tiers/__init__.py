@@ -1,1 +1,1 @@
-"""The prefix cache has two tiers below the device's memory: host memory, and files."""
+"""This package has the prefix cache's two tiers below the device's memory: host memory, and files."""

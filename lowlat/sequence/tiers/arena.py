@@ -1,7 +1,7 @@
-"""The arena is the host tier's memory: allocated once, and handed out in pieces of the sizes that contents have.
+"""The arena is the host tier's memory: it is allocated once, and handed out in pieces of the contents' sizes.
 
-Memory from which a device copies is slow to allocate, and its driver takes a lock meanwhile that launches wait for: so
-nothing is allocated while steps run, and the tier takes what it was given and no more.
+Memory from which a device copies is slow to allocate, and meanwhile the driver holds a lock that launches wait for. So
+the arena allocates nothing while steps run.
 """
 
 import weakref
@@ -12,19 +12,20 @@ import torch
 
 __all__ = ["HostArena"]
 
-SLAB_BYTES = 512 << 20  # at most: snapshots of large hybrids are 150 MB, and each slab has a rest
+SLAB_BYTES = 512 << 20  # at most; snapshots of large hybrids are 150 MB, and the end of a slab may be too small for one
 MIN_SLABS = 8
 ALIGNMENT = 4096
 
 
 class HostArena:
-    """Host memory in slabs. A piece is free again when nobody holds its tensor, and joins what is free on either side.
+    """Host memory in slabs, from which pieces are taken. A piece is identified by its address.
 
-    max_bytes   of all slabs together
-    allocate    makes [n] uint8 in host memory, from which the device copies
-    slab_bytes  of a slab: no piece has more
-    Pieces are known by their addresses. Safe for several threads, as long as one at a time calls it; what is dropped
-    meanwhile is free from the next `take` on.
+    A piece is free again when nobody holds its tensor any more; it is then merged with free neighbours.
+
+    max_bytes   the most bytes of all slabs together
+    allocate    allocates [n] uint8 in host memory from which the device can copy
+    slab_bytes  bytes of a slab, the limit of a piece
+    Several threads may call it, one at a time. Others may drop tensors meanwhile: `take` then frees their pieces.
     """
 
     def __init__(self, max_bytes: int, allocate: Callable[[int], torch.Tensor]) -> None:
@@ -34,23 +35,23 @@ class HostArena:
         self.slab_bytes = size
         self._slabs = {slab.data_ptr(): slab for slab in slabs}
         self._bases = sorted(self._slabs)
-        self._starts = {base: [base] for base in self._bases}  # of a slab's pieces, out and free, ascending
+        self._starts = {base: [base] for base in self._bases}  # starts of a slab's pieces, taken and free, ascending
         self._sizes = dict.fromkeys(self._bases, size)
         self._free = [(size, base) for base in self._bases]  # sizes and starts, ascending
-        self._returned: list[int] = []  # appended to by whatever thread drops a tensor
+        self._returned: list[int] = []  # the thread that drops a tensor appends its start
 
     @property
     def largest(self) -> int:
-        """The bytes of the largest free piece."""
+        """Bytes of the largest free piece."""
         self._take_back()
         return self._free[-1][0] if self._free else 0
 
     def take(self, size: int) -> torch.Tensor | None:
-        """Memory of so many bytes, [n] uint8, as it was left, of the smallest free piece that has them.
+        """Take memory, [size] uint8, not cleared, from the smallest free piece that is large enough.
 
-        None: there is none.
+        Returns None if there is none.
         """
-        if not size:  # of blocks of which no layer keeps anything
+        if not size:  # a content of blocks in which no layer keeps anything
             return torch.empty(0, dtype=torch.uint8)
         piece = -(-size // ALIGNMENT) * ALIGNMENT
         self._take_back()
@@ -68,11 +69,11 @@ class HostArena:
         return memory
 
     def slab_of(self, address: int) -> int:
-        """The address at which the slab of an address begins."""
+        """Return the address at which the slab of an address begins."""
         return self._bases[bisect_right(self._bases, address) - 1]
 
     def beside(self, start: int, step: int) -> tuple[int, int, bool] | None:
-        """The piece of a slab before another (`step` -1) or after it (1): start, bytes, and whether it is free."""
+        """Return the piece before another of its slab (`step` -1) or after it (1): start, bytes, whether it is free."""
         starts = self._starts[self.slab_of(start)]
         place = bisect_left(starts, start) + step
         if not 0 <= place < len(starts):
@@ -85,12 +86,12 @@ class HostArena:
         return place < len(self._free) and self._free[place] == piece
 
     def _add(self, start: int, size: int) -> None:
-        """A piece is free."""
+        """Record a free piece."""
         self._sizes[start] = size
         insort(self._free, (size, start))
 
     def _join(self, start: int) -> int:
-        """A free piece is no piece of its own any more; returns its bytes."""
+        """Remove a free piece that is merged into a neighbour; returns its bytes."""
         size = self._sizes.pop(start)
         del self._free[bisect_left(self._free, (size, start))]
         return size

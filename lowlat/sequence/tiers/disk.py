@@ -1,8 +1,8 @@
-"""The disk tier keeps contents of chunks in files, which outlive the process and may be shared by several.
+"""The disk tier keeps contents of chunks in files, which outlive the process; several processes may share them.
 
-A file holds one content: a line of JSON with the fingerprint of what may read it, its key and its size, then the
-content, then a digest of all before. It is written under another name and renamed, so that none is ever seen in part;
-one that is torn, altered or of another model is a miss. The directory is its owner's alone.
+A file holds one content: a line of JSON with the fingerprint that its readers must have, its key and its size, then the
+content, then a digest of all before. It is written under another name and renamed, so that no process sees a part of
+it. A file that is torn, altered or of another model is a miss. Only the owner may open the directory.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ logger = logging.getLogger("lowlat.sequence.tiers")
 
 DIGEST_BYTES = 32
 MAX_HEADER_BYTES = 4096
-MIN_FORGOTTEN = 64  # files that are gone, and may be remembered
+MIN_FORGOTTEN = 64  # removed files that may be remembered
 VERSION = 1
 
 
@@ -39,18 +39,18 @@ def _nothing(key: ChunkKey) -> bool:
 
 
 class _DamagedError(Exception):
-    """A file that is not as it was written."""
+    """A file is torn or altered, or is not of the content that its name says."""
 
 
 class DiskTier:
-    """Contents of chunks in files of a directory; those used longest ago go first.
+    """Contents of chunks in files of a directory, of which the least recently used are evicted first.
 
-    directory    is made where it is missing; its mode must let nobody but its owner in
-    max_bytes    of all such files in it, whatever fingerprint and process they are of
-    fingerprint  what reads a content must have: another's is a miss
-    is_pinned    whether a content is to stay
-    Several threads of each of several processes may read; one thread of each writes. Raises ConfigError for a directory
-    that cannot be used.
+    directory    is created if it is missing; its mode must admit only its owner
+    max_bytes    the limit of all such files in it, of all fingerprints and processes
+    fingerprint  identifies the model and the layout of contents; files with another one are misses
+    is_pinned    whether a content must stay
+    Several processes may use a directory, each with any number of threads that read and one that writes. Raises
+    ConfigError for a directory that cannot be used.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class DiskTier:
         self.fingerprint = fingerprint
         self.root = directory / fingerprint
         self._has_warned = False
-        self._whole: set[ChunkKey] = set()  # this process has read or written their files
+        self._whole: set[ChunkKey] = set()  # keys whose files this process has read or written
         self._lock = threading.Lock()
         for folder in (directory, self.root):
             make_private(folder, "cache_dir")
@@ -72,20 +72,20 @@ class DiskTier:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files in the directory, as far as they are counted."""
+        """Bytes of all files in the directory, as far as this process has counted them."""
         return self._budget.num_bytes
 
     def __contains__(self, key: ChunkKey) -> bool:
         return os.path.exists(self._path(key))
 
     def is_whole(self, key: ChunkKey) -> bool:
-        """Whether there is a file of a content that this process has read or written."""
+        """Whether a content has a file, and this process has read or written it."""
         return key in self._whole and key in self
 
     def read(self, key: ChunkKey, reserve: Callable[[int], torch.Tensor | None]) -> torch.Tensor | None:
-        """The content of a key, which is then the newest; None where there is none that is whole, or no memory for it.
+        """Read the content of a key, and make it the newest; returns None if no intact file or no memory is there.
 
-        reserve  gives memory for so many bytes, [n] uint8
+        reserve  returns memory for a number of bytes, [n] uint8, or None
         """
         path, inode = self._path(key), 0
         try:
@@ -114,15 +114,15 @@ class DiskTier:
                 self.drop(key)
             self._miss(path, str(error))
             return None
-        with suppress(OSError):  # another process has taken it out
+        with suppress(OSError):  # another process has removed it
             os.utime(path)
         self._note_whole(key)
         return content
 
     def write(self, key: ChunkKey, content: torch.Tensor) -> bool:
-        """Keep a content, [n] uint8 on the CPU; the oldest files go where it leaves no space for them.
+        """Write a content, [n] uint8 on the CPU, over its file if there is one; the oldest files go if space is short.
 
-        A file that is there is written over. Returns whether it is kept.
+        Returns whether it was written.
         """
         head = self._header(key, content.numel()) + b"\n"
         view = memoryview(content.numpy())  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ class DiskTier:
             if not self._budget.make_space(size):
                 return False
             path = self._path(key)
-            self.root.mkdir(mode=0o700, exist_ok=True)  # another process takes it out where it is empty
+            self.root.mkdir(mode=0o700, exist_ok=True)  # another process may have removed it, empty
             with written_whole(path, WRITING) as file:
                 self._budget.begin_file()
                 file.write(head)
@@ -146,20 +146,20 @@ class DiskTier:
         return True
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Make those of some contents that are there the newest, each newer than the one before."""
-        begun = time.time_ns()  # the file system's own clock has one time for many files
+        """Make the given contents the newest, as far as they have files, each newer than the one before."""
+        begun = time.time_ns()  # the file system's own clock is too coarse to order files
         for place, key in enumerate(keys):
             with suppress(OSError):
                 os.utime(self._path(key), ns=(begun + place, begun + place))
 
     def drop(self, key: ChunkKey) -> None:
-        """Take a content out, if it is there."""
+        """Remove a content's file, if there is one."""
         with self._lock:
             self._whole.discard(key)
         self._budget.take_out(self._path(key).name)
 
     def _note_whole(self, key: ChunkKey) -> None:
-        """Note a file that was read or written, and forget those that are gone once these are the most."""
+        """Note a file that was read or written; forget removed files when they are the majority."""
         with self._lock:
             self._whole.add(key)
             if len(self._whole) > 2 * self._budget.num_own + MIN_FORGOTTEN:
@@ -174,7 +174,7 @@ class DiskTier:
         return self.root / f"{key.digest.hex()}{key.pool}{SUFFIX}"
 
     def _miss(self, path: Path, problem: str) -> None:
-        """Say once, of whatever thread, that files cannot be used; what they hold is read by prefill again."""
+        """Warn once in a process that a file cannot be used; prefill computes its content again."""
         with self._lock:
             level = logging.DEBUG if self._has_warned else logging.WARNING
             self._has_warned = True
@@ -182,13 +182,13 @@ class DiskTier:
 
 
 def _digest_after(digest: "hashlib.blake2b", view: memoryview) -> bytes:
-    """The digest of what was read and of what follows it; other threads run meanwhile."""
+    """Return the digest of what was hashed before and of a view; other threads run meanwhile."""
     digest.update(view)
     return digest.digest()
 
 
 def _fill(file: RawIOBase, view: memoryview) -> bool:
-    """Read until a view is full; False: the file ends before."""
+    """Read until a view is full; returns False if the file ends before."""
     done = 0
     while done < len(view):
         count = file.readinto(view[done:])
@@ -199,7 +199,7 @@ def _fill(file: RawIOBase, view: memoryview) -> bool:
 
 
 def _is_at(path: Path, inode: int) -> bool:
-    """Whether a file is at a path still: another may have been written in its place while it was read."""
+    """Whether the same file is still at a path: another may have replaced it while it was read."""
     try:
         return path.stat().st_ino == inode
     except OSError:
@@ -207,5 +207,5 @@ def _is_at(path: Path, inode: int) -> bool:
 
 
 def _key_of(name: str) -> ChunkKey:
-    """The key of a file, by its name."""
+    """Return the key of a file by its name."""
     return ChunkKey(bytes.fromhex(name[:64]), name[64:].removesuffix(SUFFIX))

@@ -1,7 +1,8 @@
-"""This module counts the cached files of all models below a directory, and takes out the oldest above a limit.
+"""This module counts the cached files of all models below a directory, and removes the oldest above a limit.
 
-Each process keeps its own count. It walks a folder at start, and again when somebody else has changed it, which the
-folder's time of change tells. When a file was used last is read again before it goes: any process may have used it.
+Each process keeps its own count. It walks a folder at start, and again when the folder's modification time shows that
+another process has changed it. Before it removes a file it reads the time of last use again, since any process may have
+used the file.
 """
 
 import os
@@ -19,18 +20,16 @@ from lowlat.checkpoint.files import take_out_unfinished
 __all__ = ["SUFFIX", "WRITING", "FileBudget"]
 
 SUFFIX = ".chunk"
-WRITING = ".writing-"  # before the number of the process that writes
-FOLDER = re.compile(r"[0-9a-f]{16}")  # a fingerprint
-FILE = re.compile(r"[0-9a-f]{64}.*" + re.escape(SUFFIX))  # the digest of a chunk, and its pool
-RECENT_S = 1.0  # after a change of others: more may follow unseen, in one tick of the file system's clock or amid own
-WALK_SHARE = (
-    0.05  # of the time, at most, that a folder is walked which others change without end, or pins are asked for
-)
-EMPTY_S = 60.0  # a folder without files that others have not changed for so long goes: before, its process may write
+WRITING = ".writing-"  # in names of unfinished files, before the id of the process that writes
+FOLDER = re.compile(r"[0-9a-f]{16}")  # the name of a folder: a fingerprint
+FILE = re.compile(r"[0-9a-f]{64}.*" + re.escape(SUFFIX))  # the name of a file: the digest of a chunk, and its pool
+RECENT_S = 1.0  # after others' change: further ones may go unseen, in one tick of the file system's clock or amid own
+WALK_SHARE = 0.05  # of the time, at most, for walks of a folder that others keep changing, and for checks of pins
+EMPTY_S = 60.0  # an empty folder is removed if others have not changed it for so long; before, its process may write
 
 
 class _Watch:
-    """Knows whether somebody else has changed a folder since it was looked through. Raises OSError where it is gone."""
+    """Tells whether another process has changed a folder since the last walk. Raises OSError if it is gone."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -45,12 +44,12 @@ class _Watch:
         return self._is_stale
 
     def begin(self) -> None:
-        """Note that the folder is looked through from here on."""
+        """Note that a walk of the folder begins."""
         self.is_stale()
         self._is_stale = self._unchanged_s() < RECENT_S
 
     def is_left(self) -> bool:
-        """Whether others have not changed it for long."""
+        """Whether others have not changed it for EMPTY_S."""
         return self._unchanged_s() > EMPTY_S
 
     def end_own_change(self) -> None:
@@ -61,9 +60,9 @@ class _Watch:
 
 
 class _Folder:
-    """The files of a fingerprint: sizes by name, and a heap of when each was used last, or before.
+    """The files of a fingerprint: sizes by name, and a heap of times of use, which may be outdated.
 
-    pinned  entries of files that were pinned when it was their turn: no write goes through all of them
+    pinned  entries of files that were pinned when it was their turn, apart, so that not every write looks at them
     """
 
     def __init__(self, path: str) -> None:
@@ -81,14 +80,14 @@ class _Folder:
 
 
 class FileBudget:
-    """The cached files of all fingerprints below a directory, of at most so many bytes together.
+    """The cached files of all fingerprints below a directory, at most `max_bytes` together.
 
-    directory  that all processes share; folders and files in it whose names are not lowlat's are left alone
+    directory  shared by all processes; folders and files with names that are not lowlat's are left alone
     own        the folder of this process's fingerprint
-    is_pinned  whether a file of it, by its name, is to stay
-    tell       is called with the path of what cannot be read or taken out, and why
-    `take_out`, `own_names` and properties are for any thread, the others for one. Raises OSError for an own folder that
-    cannot be read.
+    is_pinned  whether a file of this folder, by its name, must stay
+    tell       is called with the path of what cannot be read or removed, and why
+    Any thread may call `take_out`, `own_names` and the properties; only one thread calls the others. Raises OSError if
+    the own folder cannot be read.
     """
 
     def __init__(
@@ -109,22 +108,22 @@ class FileBudget:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files, as far as they are counted."""
+        """Bytes of all files, as far as this process has counted them."""
         with self._lock:
             return sum(folder.num_bytes for folder in self._folders.values())
 
     @property
     def num_own(self) -> int:
-        """Files of the own folder, as far as they are counted."""
+        """Number of files in the own folder, as far as this process has counted them."""
         return len(self._own.sizes)
 
     def own_names(self) -> frozenset[str]:
-        """Their names."""
+        """Return the names of the files in the own folder."""
         with self._lock:
             return frozenset(self._own.sizes)
 
     def make_space(self, size: int) -> bool:
-        """Take the files out that were used longest ago until so many bytes fit; False: they cannot. Raises OSError."""
+        """Remove the least recently used files until `size` bytes fit; returns whether they do. Raises OSError."""
         if size > self.max_bytes:
             return False
         self._count()
@@ -134,18 +133,18 @@ class FileBudget:
         return self.num_bytes + size <= self.max_bytes
 
     def begin_file(self) -> None:
-        """Note that a file has been made in the own folder, which is to be written. Raises OSError."""
+        """Note that this process has created a file in the own folder. Raises OSError."""
         self._own.watch.end_own_change()
 
     def end_file(self) -> None:
-        """Note what others have done since, before it gets its name: writing may take long. Raises OSError."""
+        """Note others' changes since `begin_file`, before the rename: a write may take long. Raises OSError."""
         self._own.watch.is_stale()
 
     def add(self, name: str, size: int) -> None:
         """Count a file that was written to the own folder. Raises OSError."""
         try:
             used_ns = os.stat(os.path.join(self._own.path, name)).st_mtime_ns
-        except FileNotFoundError:  # another process has taken it out
+        except FileNotFoundError:  # another process has removed it
             return
         with self._lock:
             if name not in self._own.sizes:
@@ -156,7 +155,7 @@ class FileBudget:
         self._own.watch.end_own_change()
 
     def take_out(self, name: str) -> None:
-        """Take a file out of the own folder, if it is there."""
+        """Remove a file from the own folder, if it is there."""
         path = os.path.join(self._own.path, name)
         try:
             with suppress(FileNotFoundError):
@@ -167,7 +166,7 @@ class FileBudget:
             self._tell(Path(path), f"it cannot be taken out: {error}")
 
     def _take_out_oldest(self, size: int) -> None:
-        """Take the oldest files out until so many bytes fit, or none is left that may go."""
+        """Remove the oldest files until `size` bytes fit, or none is left that may go."""
         own, begun = self._own, time.monotonic()
         looks = bool(own.pinned) and begun >= own.next_look_s
         if looks:
@@ -189,7 +188,7 @@ class FileBudget:
             own.next_look_s = ended + (ended - begun) / WALK_SHARE
 
     def _let_go(self, folder: _Folder, name: str, used_ns: int) -> None:
-        """Take a file out, unless it was used since."""
+        """Remove a file, unless it was used after `used_ns`."""
         path = os.path.join(folder.path, name)
         try:
             used_since_ns = os.stat(path).st_mtime_ns
@@ -198,7 +197,7 @@ class FileBudget:
                 return
             os.unlink(path)
             folder.watch.end_own_change()
-        except FileNotFoundError:  # another process has taken it out
+        except FileNotFoundError:  # another process has removed it
             pass
         except OSError as error:
             self._tell(Path(path), f"it cannot be taken out: {error}")
@@ -211,7 +210,7 @@ class FileBudget:
     def _count(self, *, unfinished: bool = False) -> None:
         """Walk folders that are new, or that others have changed. Raises OSError for the own one.
 
-        unfinished  those that had unfinished files, too: what killed processes left goes some time later
+        unfinished  also walk folders with unfinished files: those of killed processes are removed some time later
         """
         if self._watch.is_stale():
             self._list()
@@ -220,7 +219,7 @@ class FileBudget:
                 is_due = folder.watch.is_stale() or (unfinished and folder.has_unfinished)
                 if is_due and time.monotonic() >= folder.next_walk_s:
                     self._walk(folder)
-            except FileNotFoundError:  # another process has taken it out, empty
+            except FileNotFoundError:  # another process has removed it, empty
                 self._forget(folder)
             except OSError as error:
                 if folder is self._own:
@@ -228,7 +227,7 @@ class FileBudget:
                 self._tell(Path(folder.path), f"it cannot be counted: {error}")
 
     def _list(self) -> None:
-        """Find the folders of other fingerprints."""
+        """List the folders of other fingerprints."""
         self._watch.begin()
         with os.scandir(self._watch.path) as entries:
             found = {
@@ -248,7 +247,7 @@ class FileBudget:
             for each in entries:
                 if not FILE.fullmatch(each.name):
                     continue
-                with suppress(FileNotFoundError):  # another process has taken it out
+                with suppress(FileNotFoundError):  # another process has removed it
                     facts = each.stat(follow_symlinks=False)
                     if stat.S_ISREG(facts.st_mode):
                         sizes[each.name] = facts.st_size
@@ -264,14 +263,14 @@ class FileBudget:
         folder.next_walk_s = ended + (ended - begun) / WALK_SHARE
 
     def _take_out_empty(self, folder: _Folder) -> None:
-        """Take another fingerprint's folder out, unless anything is in it. Who writes to it makes it again."""
+        """Remove another fingerprint's folder if it is empty; a process that writes to it creates it again."""
         if folder is not self._own and folder.watch.is_left():
             with suppress(OSError):
                 os.rmdir(folder.path)
                 self._forget(folder)
 
     def _forget(self, folder: _Folder) -> None:
-        """A folder is gone."""
+        """Forget a folder that is gone."""
         with self._lock:
             if folder is self._own:
                 self._own = self._folders[folder.path] = _Folder(folder.path)

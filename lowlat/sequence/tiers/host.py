@@ -1,7 +1,7 @@
-"""The host tier keeps contents of chunks in the process's memory; those used longest ago go first.
+"""The host tier keeps contents of chunks in the process's memory, and evicts the least recently used first.
 
-One that comes back takes the place of such alone as were not used since it was asked for: of texts that come in turn,
-and are too many, some stay. Otherwise each would go before its turn.
+A content that comes back takes only the place of contents that were not used since it was last asked for. So if too
+many texts take turns, some of them stay; with plain LRU each would be evicted before its turn.
 """
 
 from collections import OrderedDict
@@ -15,9 +15,9 @@ from lowlat.sequence.tiers.key import ChunkKey
 
 __all__ = ["HostTier"]
 
-PINNED_SHARE = 0.75  # of the memory, that pinned contents hold at most: what is read from files needs some
-NUM_OLDEST = 256  # contents whose slabs are looked at where the oldest is too small,
-NUM_SLABS = 16  # and slabs: a request that asks for what the tier holds waits meanwhile
+PINNED_SHARE = 0.75  # of the memory, at most, is kept for pinned contents: reads from files need the rest
+NUM_OLDEST = 256  # contents whose slabs are searched if the oldest is too small,
+NUM_SLABS = 16  # and slabs searched: requests that look up contents wait meanwhile
 
 
 def _nothing(key: ChunkKey) -> bool:
@@ -25,17 +25,17 @@ def _nothing(key: ChunkKey) -> bool:
 
 
 class HostTier:
-    """Contents of chunks by key, [n] uint8 each, in the memory of an arena. Not safe for several threads.
+    """Contents of chunks by key, [n] uint8 each, in an arena's memory. Not safe for several threads.
 
-    is_pinned  whether a content is to stay while others can go
+    is_pinned  whether a content is evicted only after those without a pin
     """
 
     def __init__(self, arena: HostArena, is_pinned: Callable[[ChunkKey], bool] = _nothing) -> None:
         self.num_bytes = 0
-        self.now = 0  # grows with each use of a content
-        self._num_spare = 0  # contents that were
+        self.now = 0  # a clock that counts uses of contents
+        self._num_spare = 0  # spare contents that were put so far
         self._arena, self._is_pinned = arena, is_pinned
-        self._kept: OrderedDict[ChunkKey, torch.Tensor] = OrderedDict()  # the first to go first
+        self._kept: OrderedDict[ChunkKey, torch.Tensor] = OrderedDict()  # in the order of eviction
         self._used: dict[ChunkKey, int] = {}  # when each was used last
         self._keys: dict[int, ChunkKey] = {}  # by address
 
@@ -47,30 +47,31 @@ class HostTier:
 
     @property
     def capacity(self) -> int:
-        """The bytes of its memory."""
+        """Bytes of its memory."""
         return self._arena.num_bytes
 
     @property
     def most_bytes(self) -> int:
-        """The bytes of the largest content that it may have memory for."""
+        """Bytes of the largest content that it can hold."""
         return self._arena.slab_bytes
 
     def get(self, key: ChunkKey) -> torch.Tensor | None:
-        """The content of a key; None where it is not there."""
+        """Return the content of a key, or None."""
         return self._kept.get(key)
 
     def touch(self, key: ChunkKey) -> None:
-        """Make a content the newest, if it is there."""
+        """Make a content the most recently used, if it is there."""
         if key in self._kept:
             self._kept.move_to_end(key)
             self.now += 1
             self._used[key] = self.now
 
     def reserve(self, size: int, before: int | None = None) -> torch.Tensor | None:
-        """Memory for a content of so many bytes; the oldest ones go where there is none left.
+        """Take memory for a content of `size` bytes, and evict the oldest contents if none is free.
 
-        before  only those go that were used last before that
-        None: it is larger than a slab of the tier, or all that could go is under way to the device, or was used later.
+        before  evict only contents whose last use was before this time of `now`
+        Returns None if the size exceeds a slab, or if all contents that could go are on their way to the device or were
+        used later.
         """
         while (memory := self._arena.take(size)) is None:
             if size > self._arena.slab_bytes or not self._evict(size, self.now + 1 if before is None else before):
@@ -78,11 +79,11 @@ class HostTier:
         return memory
 
     def has_space(self, size: int) -> bool:
-        """Whether memory for a content of so many bytes is free."""
+        """Whether memory for a content of `size` bytes is free."""
         return self._arena.largest >= size
 
     def put(self, key: ChunkKey, content: torch.Tensor, *, spare: bool = False) -> None:
-        """Keep a content that lies in memory of `reserve`; spare: it is the first to go, until it is used."""
+        """Keep a content that lies in memory of `reserve`; spare: it is evicted first, unless it is used."""
         self.drop(key)
         self._kept[key] = content
         if spare:
@@ -96,7 +97,7 @@ class HostTier:
             self._keys[content.data_ptr()] = key
 
     def drop(self, key: ChunkKey) -> None:
-        """Let go of a content, if it is there."""
+        """Forget a content, if it is there."""
         content = self._kept.pop(key, None)
         if content is not None:
             del self._used[key]
@@ -104,9 +105,10 @@ class HostTier:
             self.num_bytes -= content.numel()
 
     def _evict(self, size: int, before: int) -> bool:
-        """Let the oldest content go where it has so many bytes, else contents that lie side by side and have them.
+        """Evict the oldest content if it is large enough, else a run of neighbours that is; returns whether it did.
 
-        Those are around one of the oldest, and the newest of them is the oldest. Pinned contents go after others.
+        Runs are searched around the oldest contents. The one whose newest content was used longest ago goes. Pinned
+        contents go after others.
         """
         passes: list[Callable[[ChunkKey], bool]] = [lambda key: not self._is_pinned(key)]
         if self.num_bytes > PINNED_SHARE * self._arena.num_bytes:
@@ -128,7 +130,7 @@ class HostTier:
         return False
 
     def _one_a_slab(self, oldest: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """The oldest content of each slab, of the slabs that come first."""
+        """Return the oldest content of each slab, for the first NUM_SLABS slabs."""
         found: dict[int, ChunkKey] = {}
         for key in oldest:
             if (content := self._kept[key]).numel():
@@ -138,9 +140,10 @@ class HostTier:
     def _around(
         self, key: ChunkKey, size: int, may_go: Callable[[ChunkKey], bool], before: int
     ) -> tuple[int, list[ChunkKey]] | None:
-        """Contents around one, of so many bytes with what is free between them, and when the newest of them was used.
+        """Find a run of contents around one, with the free pieces between them, that has `size` bytes.
 
-        None: there are not so many that may go, or one of them was used at `before` or later.
+        Returns the time of its newest content's last use, and its keys; None if too few of them may go, or if one was
+        used at `before` or later.
         """
         content = self._kept[key]
         total, newest, found = content.numel(), self._used[key], [key]
@@ -162,9 +165,9 @@ class HostTier:
     def _side(
         self, start: int, step: int, may_go: Callable[[ChunkKey], bool]
     ) -> tuple[int, int, int, ChunkKey | None] | None:
-        """The piece beside one: when it was used, its start and bytes, and its key, None where it is free.
+        """Return the neighbouring piece: when it was used, its start and bytes, and its key, None if it is free.
 
-        None: nothing that may go.
+        Returns None if there is none, or if it may not go.
         """
         piece = self._arena.beside(start, step)
         if piece is None:

@@ -1,4 +1,4 @@
-"""This module names chunks' contents in the tiers, their ways to the device and back, and who copies them."""
+"""This module has the tiers' keys of contents, the records of copies to the device and back, and their interface."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -10,7 +10,7 @@ __all__ = ["COMING", "ChunkKey", "Copier", "Load", "Mark", "Presence", "Save"]
 
 
 class Presence(Enum):
-    """The state of a content that is not in host memory."""
+    """The state of a content that is not in host memory yet."""
 
     COMING = "coming"  # it is being read from a file
 
@@ -19,10 +19,10 @@ COMING: Final = Presence.COMING
 
 
 class ChunkKey(NamedTuple):
-    """The chunk and the pool that a content belongs to.
+    """The key of a content: its chunk and its pool.
 
-    digest  the chained digest of the chunk's tokens, all before it and the salt, 32 bytes
-    pool    the pool whose blocks, or rows, it is of: "" the first
+    digest  the chained digest of the chunk's tokens, all tokens before and the salt, 32 bytes
+    pool    the name of the pool with its blocks or rows; "": the first pool
     """
 
     digest: bytes
@@ -30,10 +30,10 @@ class ChunkKey(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A content, [n] uint8 in host memory, and the blocks or rows of a pool that it is written to, in order.
+    """A copy to the device: a content, [n] uint8 in host memory, and its blocks or rows of a pool, in order.
 
-    holder  the chunk that is held until it has come, by a copy that steps do not wait for; None: it is written before
-            anything else is launched
+    holder  the chunk that is held until the copy, which steps do not wait for, has ended; None: the content is written
+            before anything else is launched
     """
 
     pool: str
@@ -43,11 +43,11 @@ class Load(NamedTuple):
 
 
 class Save(NamedTuple):
-    """A content that is worth a copy: its key, and the blocks or rows that hold it, in order.
+    """A copy from the device: the content's key, and the blocks or rows that hold it, in order.
 
-    holder     the chunk that is held until it was copied, so that steps do not wait for that; None: it is read before
-               anything else is launched
-    spare      it is kept where memory is free, and goes before all others
+    holder  the chunk that is held until the copy, which steps do not wait for, has ended; None: the content is read
+            before anything else is launched
+    spare   keep the content only while memory is free, and evict it before all others
     """
 
     key: ChunkKey
@@ -57,26 +57,27 @@ class Save(NamedTuple):
 
 
 Mark = Callable[[], None]
-"""A point in what the device was told: called on the thread of copies, it has later ones wait for it."""
+"""A point in the device's work: when the copy thread calls it, later copies wait for that point."""
 
 
 class Copier(Protocol):
-    """Copies between blocks of the device and host memory that steps do not wait for."""
+    """The interface of copies between the device's blocks and host memory; steps do not wait for them."""
 
     def allocate(self, size: int, knob: str) -> torch.Tensor:
-        """Host memory of so many bytes, [n] uint8, from which the device copies; `knob` lowers what is asked for.
+        """Allocate host memory, [size] uint8, from which the device can copy.
 
-        Raises CapacityError where it is refused.
+        knob  the option that lowers the size, for the error
+        Raises CapacityError if the host refuses it.
         """
 
     def mark(self) -> Mark:
-        """All that was launched until now, for copies to come after it."""
+        """Return a mark of all work launched so far: copies that use it run after that work."""
 
     def content_bytes(self, pool: str, count: int) -> int:
-        """The bytes of a content of so many blocks or rows of a pool."""
+        """Return the bytes of a content of `count` blocks or rows of a pool."""
 
     def start_in(self, loads: Sequence[Load], mark: Mark) -> Callable[[], None]:
-        """Start to copy contents to their blocks; returns a function that waits until they are there."""
+        """Start to copy contents to their blocks; returns a function that waits until they have arrived."""
 
     def start_out(self, saves: Sequence[Save], contents: Sequence[torch.Tensor], mark: Mark) -> Callable[[], None]:
-        """Start to copy blocks to contents, [n] uint8; returns a function that waits until they are there."""
+        """Start to copy blocks to contents, [n] uint8; returns a function that waits until they have arrived."""

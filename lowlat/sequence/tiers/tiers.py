@@ -1,7 +1,7 @@
-"""This module shows the tiers below the device's memory to the book of blocks and to the steps.
+"""This module runs the tiers below the device's memory, host memory and files, for the books and the engine's thread.
 
-Threads of their own copy from and to the device, read files and write them. Whoever steps puts orders here, and takes
-what has been done.
+Threads of its own copy from and to the device, and read and write files. The thread that steps gives them orders here,
+and collects the copies that have ended.
 """
 
 import logging
@@ -27,12 +27,12 @@ __all__ = ["READ_AHEAD", "CacheTiers"]
 logger = logging.getLogger("lowlat.sequence.tiers")
 
 NUM_READERS = 8  # a core digests about 1 GB/s, and a disk gives several
-READ_AHEAD = 24  # contents of a prompt that are read from files at a time
-BATCH_BYTES = 64 << 20  # of copies to the device that are started at a time; two such are under way
-TELL_S = 0.02  # so often, at most, are those who wait for files told of more: they look through all of a prompt
-AHEAD_SHARE = 0.5  # of host memory, at most, that hold contents nobody has asked for yet: who waits for one needs some
-GRACE_S = 0.05  # for which a read waits for memory that nobody is known to give back
-MAX_ASKED = 1 << 16  # chunks of which it is known when they were asked for
+READ_AHEAD = 24  # contents of a prompt that are read ahead from files
+BATCH_BYTES = 64 << 20  # of copies to the device that start together; two batches are under way
+TELL_S = 0.02  # the shortest time between news to waiting requests, which then look up their whole prompts
+AHEAD_SHARE = 0.5  # of host memory, at most, for reads ahead: a request that waits for a content needs some
+GRACE_S = 0.05  # a read waits so long for memory, even if no known copy or read will free any
+MAX_ASKED = 1 << 16  # chunks whose times of use are remembered
 Value = TypeVar("Value")
 Job = Callable[[], object]
 CopyJob = Callable[[], Job | None]  # starts a copy, and returns what waits for it
@@ -42,10 +42,10 @@ CopyJob = Callable[[], Job | None]  # starts a copy, and returns what waits for 
 class Counts:
     """The tiers' figures since the load.
 
-    hits, misses      contents found in host memory; asked for of a file, and not there or not whole
-    read, saved       contents read from files; copied from the device
-    bytes_in, _out    copied to the device and from it
-    copy_in_s, _out_s for which such copies took
+    hits, misses      contents found in host memory; contents whose file was missing or damaged
+    read, saved       contents read from files; contents copied from the device
+    bytes_in, _out    bytes copied to the device and from it
+    copy_in_s, _out_s seconds that these copies took
     """
 
     hits: int = 0
@@ -59,14 +59,14 @@ class Counts:
 
 
 class CacheTiers:
-    """Host memory before files. The methods are for the thread that steps; `close` ends the tiers' own.
+    """The two tiers: host memory, then files. The thread that steps calls the methods; `close` ends the tiers' threads.
 
     copier           copies between the device and host memory
-    pins             how often the contents of a chunk are pinned, which the tiers ask; this class counts them
-    max_bytes_per_s  of copies from and to the device, together; None: as fast as the bus is
+    pins             the number of pins by chunk, which this class counts and both tiers read
+    max_bytes_per_s  limit of the copies from and to the device, together; None: the speed of the bus
     """
 
-    apart = True  # contents come to the device while others decode
+    apart = True  # see `Source`: contents are copied to the device while others decode
     on_read: Callable[[], None] | None = None  # called in the tiers' threads when `num_read` has grown
 
     def __init__(
@@ -83,17 +83,17 @@ class CacheTiers:
         self.max_bytes_per_s = max_bytes_per_s
         self._lock = threading.Condition(threading.RLock())
         self._coming: set[ChunkKey] = set()
-        self._misread: set[ChunkKey] = set()  # of those, what has been dropped since
-        self._fresh: dict[ChunkKey, torch.Tensor] = {}  # read from files, and not asked for since
-        self._wanted: set[ChunkKey] = set()  # asked for before they came
-        self._ahead: dict[ChunkKey, int] = {}  # bytes that reads ahead are filling
-        self._is_ahead_full = False  # a read ahead was refused memory, and what was read has not been asked for since
+        self._misread: set[ChunkKey] = set()  # those of `_coming` that were dropped meanwhile
+        self._fresh: dict[ChunkKey, torch.Tensor] = {}  # read from files, and not yet asked for since
+        self._wanted: set[ChunkKey] = set()  # a request asked for them before they were read
+        self._ahead: dict[ChunkKey, int] = {}  # bytes of the reads ahead that are under way
+        self._is_ahead_full = False  # a read ahead got no memory, and no content that was read has been taken since
         self._saving: set[ChunkKey] = set()
-        self._absent: set[ChunkKey] = set()  # asked for, and there was no file
-        self._dropping = Counter[ChunkKey]()  # wrong, and not yet taken out everywhere: orders of each
-        self._asked: OrderedDict[bytes, tuple[int, int | None]] = OrderedDict()  # when chunks were, and the time before
+        self._absent: set[ChunkKey] = set()  # keys without a file that can be read
+        self._dropping = Counter[ChunkKey]()  # orders to drop a wrong content that are not yet done
+        self._asked: OrderedDict[bytes, tuple[int, int | None]] = OrderedDict()  # times of a chunk's last two requests
         self._done: list[object] = []  # holders of copies that have ended
-        self._failed: list[object] = []  # those of them whose content did not come to the device
+        self._failed: list[object] = []  # holders of copies to the device that failed
         self._num_read = self._num_open = self._num_loads = 0
         self._told = 0.0
         self.counts = Counts()
@@ -102,7 +102,7 @@ class CacheTiers:
         self._writes: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._num_jobs = 0
         self._may_copy_at = 0.0
-        self._unwritten = Unwritten()  # for the thread that writes
+        self._unwritten = Unwritten()  # only the thread that writes uses it
         self._threads = [threading.Thread(target=self._run_copies, name="lowlat-cache-copies", daemon=True)]
         for run in () if disk is None else (self._run_writes, *[self._run_reads] * NUM_READERS):
             self._threads.append(threading.Thread(target=run, name="lowlat-cache-files", daemon=True))
@@ -111,12 +111,12 @@ class CacheTiers:
 
     @property
     def num_read(self) -> int:
-        """A number that grows whenever something that was under way has come, or is not there."""
+        """A number that grows when reads or copies that were under way have ended, with a content or without."""
         return self._num_read
 
     @property
     def has_files(self) -> bool:
-        """Whether contents go to files: host memory is a way there then, and to look for each takes time."""
+        """Whether contents go to files; then host memory is only a stage on the way, and each look-up takes time."""
         return self._disk is not None
 
     @property
@@ -131,17 +131,17 @@ class CacheTiers:
             return bool(self._coming or self._num_loads or self._saving)
 
     def find(self, key: ChunkKey) -> torch.Tensor | Presence | None:
-        """A content, [n] uint8 in host memory; COMING: it is read from its file from here on.
+        """Return a content, [n] uint8 in host memory; COMING: it is being read from its file.
 
         None: it is in no tier.
         """
         return self._find(key)
 
     def read_ahead(self, keys: Iterable[ChunkKey]) -> None:
-        """Have contents read from their files that will be asked for, as long as each is there, and memory for it."""
+        """Read contents that will be asked for from their files, in order, up to the first without a file or memory."""
         wanted = dict.fromkeys(keys)
         with self._lock:
-            for key in [each for each in self._fresh if each not in wanted]:  # others' who were cancelled meanwhile
+            for key in [each for each in self._fresh if each not in wanted]:  # contents for cancelled requests
                 self._take_fresh(key)
         for key in wanted:
             is_full = self._is_ahead_full and (self._fresh or self._ahead)
@@ -149,29 +149,29 @@ class CacheTiers:
                 return
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a read, or a copy from or to the device, has ended, at most so long; where none is, not at all."""
+        """Wait until a read or a copy has ended, at most `timeout_s`; returns at once if none is under way."""
         with self._lock:
             if self.under_way:
                 self._lock.wait(timeout_s)
 
     def has(self, key: ChunkKey) -> bool:
-        """Whether a content is in one of the tiers, as far as is known, or on its way there."""
+        """Whether a content is known to be in a tier, or on its way there."""
         with self._lock:
             if key in self._host or key in self._saving:
                 return True
-            if key in self._absent:  # its file, if there is one, could not be read: it is to be written again
+            if key in self._absent:  # its file is missing or could not be read: it must be written again
                 return False
         return self._disk is not None and self._disk.is_whole(key)
 
     def has_space(self, pool: str, count: int) -> bool:
-        """Whether host memory is free for a content of so many blocks or rows of a pool, and is no way to files."""
+        """Whether host memory for `count` blocks or rows of a pool is free; always False if there are files."""
         with self._lock:
             return self._disk is None and self._host.has_space(self._copier.content_bytes(pool, count))
 
     def ask(self, digests: Iterable[bytes]) -> None:
         """Note that a prompt has these chunks.
 
-        Those that had been asked for, and are kept now, take the place of none that was used since.
+        If a chunk was asked for before and is kept now, it takes the place only of contents not used since then.
         """
         with self._lock:
             for digest in digests:
@@ -181,7 +181,7 @@ class CacheTiers:
                 self._asked.popitem(last=False)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Make those of some contents that are there the newest, each newer than the one before."""
+        """Make the given contents the newest, as far as they are there, each newer than the one before."""
         with self._lock:
             for key in keys:
                 self._host.touch(key)
@@ -190,7 +190,7 @@ class CacheTiers:
                 self._writes.put(partial(self._touch_files, self._disk, keys))
 
     def copy_in(self, loads: Sequence[Load], mark: Mark) -> None:
-        """Copy contents to their blocks, which nobody writes meanwhile; `take_done` then names their holders."""
+        """Copy contents to their blocks, which no one else writes meanwhile; `take_done` returns their holders."""
         batch, size = list[Load](), 0
         for place, load in enumerate(loads):
             batch.append(load)
@@ -202,7 +202,7 @@ class CacheTiers:
                 batch, size = [], 0
 
     def copy_out(self, saves: Sequence[Save], mark: Mark) -> None:
-        """Keep what blocks hold, which nobody writes meanwhile; `take_done` then names their holders."""
+        """Keep the contents of blocks, which no one writes meanwhile; `take_done` returns their holders."""
         for save in saves:
             with self._lock:
                 self._saving.add(save.key)
@@ -210,9 +210,9 @@ class CacheTiers:
             self._put_copy(1, partial(self._copy_out, save, mark))
 
     def put(self, key: ChunkKey, content: Callable[[], torch.Tensor], *, spare: bool = False) -> None:
-        """Keep a content. `content` is called in the tiers' own thread, and waits for the copy from the device.
+        """Keep a content. The copy thread calls `content`, which waits for the copy from the device.
 
-        spare  it is kept where host memory is free, and goes before all others
+        spare  keep it only while host memory is free, and evict it before all others
         """
         with self._lock:
             self._saving.add(key)
@@ -220,7 +220,7 @@ class CacheTiers:
         self._put_copy(1, lambda: partial(self._keep_read, key, content, spare))
 
     def take_done(self) -> list[object]:
-        """The holders of copies that have ended since this was called last; several times where they hold several."""
+        """Return the holders of copies that ended since the last call, each once for every such copy."""
         if not self._done:
             return []
         with self._lock:
@@ -228,7 +228,7 @@ class CacheTiers:
         return done
 
     def take_failed(self) -> list[object]:
-        """The holders of copies to the device that failed since this was called last; `take_done` names them later."""
+        """Return the holders of copies to the device that failed since the last call; `take_done` has them, too."""
         if not self._failed:
             return []
         with self._lock:
@@ -236,7 +236,7 @@ class CacheTiers:
         return failed
 
     def drop(self, key: ChunkKey) -> None:
-        """Forget a content that is wrong, wherever it is, or will be."""
+        """Forget a wrong content in all tiers, and if it is on its way there."""
         with self._lock:
             self._dropping[key] += 1
             self._fresh.pop(key, None)
@@ -246,12 +246,12 @@ class CacheTiers:
         self._put_copy(1, lambda: partial(self._forget, key))
 
     def pin(self, digests: Sequence[bytes]) -> None:
-        """Have the contents of chunks stay while others can go."""
+        """Pin the contents of chunks: they are evicted after others."""
         with self._lock:
             self._pins.update(digests)
 
     def unpin(self, digests: Sequence[bytes]) -> None:
-        """Take a pin back that `pin` has given."""
+        """Undo one `pin` of these chunks."""
         with self._lock:
             self._pins.subtract(digests)
             for digest in digests:
@@ -259,19 +259,19 @@ class CacheTiers:
                     del self._pins[digest]
 
     def stats(self) -> dict[str, Any]:
-        """Contents, bytes, hits and copies, as JSON."""
+        """Return counts of contents, bytes, hits and copies, as JSON."""
         with self._lock:
             disk = {} if self._disk is None else {"disk_bytes": self._disk.num_bytes}
             held = {"host_chunks": len(self._host), "host_bytes": self._host.num_bytes, **disk}
             return {**held, "copies_under_way": self._num_loads + len(self._saving), **vars(self.counts)}
 
     def flush(self) -> None:
-        """Wait until all that was asked for is done: copied, read and written."""
+        """Wait until all orders are done: copies, reads and writes."""
         with self._lock:
             self._lock.wait_for(lambda: not (self._num_open or self._coming or self._num_loads))
 
     def close(self) -> None:
-        """Keep all that was put, what could not be written before too where that is possible, and end the threads."""
+        """Finish all orders, retry the contents that could not be written, and end the threads."""
         self.flush()
         self._put_copy(2, None)
         for _ in self._threads:
@@ -281,7 +281,7 @@ class CacheTiers:
             thread.join()
 
     def _held(self, key: ChunkKey) -> torch.Tensor | None:
-        """A content that is in host memory, and not wrong."""
+        """Return a content that is in host memory, unless it is being dropped."""
         if key in self._dropping:
             return None
         return self._host.get(key) if key in self._host else self._take_fresh(key)
@@ -296,9 +296,9 @@ class CacheTiers:
         return content
 
     def _find(self, key: ChunkKey, *, ahead: bool = False) -> torch.Tensor | Presence | None:
-        """See `find`. The file system is asked without the lock: it may be slow, and copies and reads go on meanwhile.
+        """Find a content, see `find`. It asks the file system without the lock: that may be slow, and others go on.
 
-        ahead  nobody asks for it yet
+        ahead  it is a read ahead: no request asks for the content yet
         """
         for has_file in (False, True):
             with self._lock:
@@ -323,13 +323,13 @@ class CacheTiers:
         return None
 
     def _put_copy(self, priority: int, job: CopyJob | None) -> None:
-        """Queue a copy: those to the device go first."""
+        """Queue a copy; the lowest priority number, that of copies to the device, goes first."""
         with self._lock:
             self._num_jobs += 1
             self._copies.put((priority, self._num_jobs, job))
 
     def _run_copies(self) -> None:
-        """Start copies in turn; before one is waited for the next is started, so that the bus has no pause."""
+        """Run copies in turn: start the next one before waiting for the last, so that the bus is never idle."""
         pending: Job | None = None
         while True:
             job, is_last = None, False
@@ -348,7 +348,7 @@ class CacheTiers:
             _tried(job)
 
     def _run_writes(self) -> None:
-        """Write in turn; while nothing is to be written, what could not be written before is tried again."""
+        """Write files in turn, and retry those that could not be written while there is nothing else to write."""
         while True:
             try:
                 job = self._writes.get(timeout=self._unwritten.wait_s)
@@ -362,7 +362,7 @@ class CacheTiers:
             pass
 
     def _wait_for_turn(self, num_bytes: int) -> None:
-        """Wait until copies may go on, and count this one."""
+        """Wait until the limit of bytes per second allows a copy, and count it."""
         if self.max_bytes_per_s is None:
             return
         now = time.monotonic()
@@ -371,7 +371,7 @@ class CacheTiers:
         self._may_copy_at = max(now, self._may_copy_at) + num_bytes / self.max_bytes_per_s
 
     def _tell(self) -> None:
-        """Let whoever waits look again; the lock is held."""
+        """Notify all that wait for contents; the caller holds the lock."""
         self._told = time.monotonic()
         self._num_read += 1
         self._lock.notify_all()
@@ -379,7 +379,7 @@ class CacheTiers:
             self.on_read()
 
     def _end(self) -> None:
-        """An order is done; the lock is held."""
+        """Count an order that is done; the caller holds the lock."""
         self._num_open -= 1
         self._lock.notify_all()
 
@@ -392,8 +392,10 @@ class CacheTiers:
             self._came(key, content, ahead=ahead)
 
     def _came(self, key: ChunkKey, content: torch.Tensor | None, *, ahead: bool) -> None:
-        """Note a content that was read; None: it is not there, or could not be read. Who asks for it reads again what
-        could not be read ahead."""
+        """Note a content that was read; None: it is not there, or could not be read.
+
+        If a read ahead fails, a request that asks for the content reads it again.
+        """
         with self._lock:
             self._coming.discard(key)
             self._ahead.pop(key, None)
@@ -407,17 +409,19 @@ class CacheTiers:
                 self._fresh[key] = content
             elif not ahead:
                 self.counts.misses += 1
-                if key not in self._host:  # else it was saved meanwhile, and has a file, or will have one
+                if key not in self._host:  # else it was saved meanwhile, and has or will have a file
                     self._absent.add(key)
-            while len(self._fresh) > 2 * READ_AHEAD:  # of requests that were cancelled meanwhile
+            while len(self._fresh) > 2 * READ_AHEAD:  # contents for cancelled requests
                 self._take_fresh(next(iter(self._fresh)))
             if not self._coming or time.monotonic() - self._told >= TELL_S:
                 self._tell()
             self._lock.notify_all()
 
     def _reserve(self, size: int) -> torch.Tensor | None:
-        """Memory for a content that a request waits for: until copies to the device and reads ahead have ended, and a
-        moment longer, there may be more."""
+        """Take memory for a content that a request waits for.
+
+        Waits for memory until copies to the device and reads ahead have ended, and GRACE_S longer.
+        """
         until = 0.0
         with self._lock:
             while (memory := self._take_memory(size, keeps=self._wanted)) is None and size <= self._host.most_bytes:
@@ -430,7 +434,7 @@ class CacheTiers:
             return memory
 
     def _reserve_ahead(self, key: ChunkKey, size: int) -> torch.Tensor | None:
-        """Memory for a content that nobody has asked for yet."""
+        """Take memory for a read ahead, within AHEAD_SHARE."""
         with self._lock:
             held = sum(self._ahead.values()) + sum(content.numel() for content in self._fresh.values())
             fits = held + size <= AHEAD_SHARE * self._host.capacity
@@ -442,7 +446,7 @@ class CacheTiers:
             return memory
 
     def _reserve_for(self, key: ChunkKey, size: int, *, spare: bool = False) -> torch.Tensor | None:
-        """Memory for a content from the device; what goes to a file passes through it in any case."""
+        """Take memory for a content from the device; if it goes to a file, it may take the place of any other."""
         with self._lock:
             if spare and not self._host.has_space(size):
                 return None
@@ -452,9 +456,9 @@ class CacheTiers:
     def _take_memory(
         self, size: int, before: int | None = None, keeps: Collection[ChunkKey] = ()
     ) -> torch.Tensor | None:
-        """Memory of the tier; what was read, and nobody has taken since, goes as others do where none is left.
+        """Take memory of the tier; if none is left, contents that were read and not yet asked for may be evicted.
 
-        keeps  but for these
+        keeps  the keys among these that stay
         """
         while (memory := self._host.reserve(size, before)) is None:
             key = next((each for each in reversed(self._fresh) if each not in keeps), None)
@@ -481,7 +485,7 @@ class CacheTiers:
                 self._failed += [] if done else holders
                 self._done += holders
                 self._num_loads -= 1
-                if not self._num_loads:  # before that nobody can go on
+                if not self._num_loads:  # no request can go on before all loads have ended
                     self._tell()
                 self._lock.notify_all()
 
@@ -508,7 +512,7 @@ class CacheTiers:
         return _begun(lambda: self._copier.start_out([save], [content], mark), end)
 
     def _keep_read(self, key: ChunkKey, content: Callable[[], torch.Tensor], spare: bool) -> None:
-        """Keep a content that is on its way already, in memory of the tier."""
+        """Wait for a content that is on its way from the device, and keep it in memory of the tier."""
         kept = None
         try:
             made = content()
@@ -520,7 +524,7 @@ class CacheTiers:
             self._keep(key, kept, None, spare=spare)
 
     def _keep(self, key: ChunkKey, content: torch.Tensor | None, holder: object, *, spare: bool = False) -> None:
-        """Note a content that has come from the device; None: there is no memory for it."""
+        """Note a content that has come from the device; None: there was no memory for it, or the copy failed."""
         with self._lock:
             self._saving.discard(key)
             self._absent.discard(key)
@@ -530,7 +534,7 @@ class CacheTiers:
                 self._host.put(key, content, spare=spare)
                 self.counts.saved += 1
             if not self._saving:
-                self._tell()  # blocks that were held may be others'
+                self._tell()  # blocks that copies held are available again
             if content is None or self._disk is None:
                 self._end()
                 return
@@ -538,7 +542,7 @@ class CacheTiers:
 
     def _write(self, key: ChunkKey, content: torch.Tensor) -> bool:
         with self._lock:
-            if key in self._dropping:  # by an order after this one
+            if key in self._dropping:  # a later order drops it
                 self._end()
                 return False
         kept = False
@@ -553,7 +557,7 @@ class CacheTiers:
         return kept
 
     def _write_again(self) -> bool:
-        """Try the next content that could not be written, while it is in host memory; returns whether it is kept."""
+        """Try to write the next unwritten content that is still in host memory; returns whether it was written."""
         with self._lock:
             found = self._unwritten.take(self._host.get)
             if found is None:
@@ -591,9 +595,9 @@ class CacheTiers:
 
 
 def _begun(start: Callable[[], Job], end: Callable[[bool], None]) -> Job:
-    """Start something; returns what waits for it and ends it, which is told whether it was done.
+    """Start a copy; returns a function that waits for it, and then calls `end` with whether it succeeded.
 
-    Where it cannot be started it is ended at once.
+    If the copy cannot be started, `end` is called at once.
     """
     try:
         wait = start()
@@ -613,13 +617,13 @@ def _begun(start: Callable[[], Job], end: Callable[[bool], None]) -> Job:
 
 
 def _tried(job: Callable[[], Value]) -> Value | None:
-    """Run a job, which notes its own end however it ends: what it could not copy is read by prefill again.
+    """Run a job, and log what it raises; its thread goes on, since requests wait for the orders after it.
 
-    Whatever it raises is named, and its thread goes on: requests wait for the orders after it.
+    The job records its own end in any case. Prefill computes again what it could not copy.
     """
     try:
         return job()
-    except (LowlatError, RuntimeError) as error:  # the device's, which whoever steps is told of, too
+    except (LowlatError, RuntimeError) as error:  # the device's, which the thread that steps also sees
         logger.warning("a part of the prefix cache is not kept: %s", error)
     except (OSError, MemoryError) as error:
         logger.warning("a part of the prefix cache is not kept: %s: %s", type(error).__name__, error)

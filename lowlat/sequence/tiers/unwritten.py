@@ -1,4 +1,4 @@
-"""This module lists contents whose files could not be written, as on a full disk, and says when to try again."""
+"""This module lists contents whose files could not be written, as on a full disk, and times the retries."""
 
 import time
 from collections import OrderedDict
@@ -10,14 +10,14 @@ from lowlat.sequence.tiers.key import ChunkKey
 
 __all__ = ["Unwritten"]
 
-RETRY_S, MAX_RETRY_S = 10.0, 600.0  # after a failure, doubled by each that follows
+RETRY_S, MAX_RETRY_S = 10.0, 600.0  # the first delay after a failure, doubled by each further one, and the largest
 
 
 class Unwritten:
-    """Contents without their files, those first that have waited longest. Not safe for several threads.
+    """Keys of contents without files, those that have waited longest first. Not safe for several threads.
 
-    They are tried one by one: after one that failed the next is due later and later, after one that was written, at
-    once.
+    They are tried one by one. After a failure the next try is due after a delay, which doubles each time; after a
+    success it is due at once.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class Unwritten:
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds until one is due; None: there is none."""
+        """Seconds until the next try; None: nothing is to be tried."""
         return max(0.0, self._due - time.monotonic()) if self._keys else None
 
     def note(self, key: ChunkKey, *, written: bool) -> None:
-        """A content was written, or could not be."""
+        """Record that a content was written, or could not be."""
         self._keys.pop(key, None)
         now = time.monotonic()
         if written:
@@ -40,9 +40,9 @@ class Unwritten:
             self._due = max(self._due, now + self._delay_s)
 
     def take(self, held: Callable[[ChunkKey], torch.Tensor | None]) -> tuple[ChunkKey, torch.Tensor] | None:
-        """The content to try next, and its key: `note` is told of it; None: none is left.
+        """Take the key and the content to try next; the caller calls `note` afterwards. None: none is left.
 
-        held  gives a content; one that nobody holds any more is forgotten
+        held  returns the content of a key; keys whose content is gone are forgotten
         """
         while self._keys:
             key = self._keys.popitem(last=False)[0]

@@ -1,7 +1,7 @@
-"""This module compares two results of the same scenarios: what became worse by more than noise and tolerance.
+"""This module compares two results of the same scenarios, and finds figures that are worse by more than noise.
 
-Noise is told from the repeats: a difference counts where it exceeds three standard errors of the repeats' means, and
-the tolerance. With a single repeat nothing is known of noise, and the tolerance alone decides.
+Noise is estimated from the repeats: a difference counts if it exceeds three standard errors of the repeats' means, and
+the tolerance. With a single repeat the noise is unknown, and only the tolerance decides.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ Judgement = Literal["regression", "improvement", "same"]
 
 
 class Metric(NamedTuple):
-    """A figure of a repeat, and whether more of it is better."""
+    """A figure of a repeat, and whether a larger one is better."""
 
     name: str
     of: Callable[[Repeat], float | None]
@@ -42,8 +42,8 @@ METRICS = (
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One figure of one case, old and new: means over repeats.
 
-    worse  by which part of the old figure the new one is worse; negative where it is better
-    noise  what repeats alone may differ by, as such a part; None where one side has a single repeat
+    worse  the share of the old figure by which the new one is worse; negative if it is better
+    noise  the difference that repeats alone may cause, as such a share; None if one side has a single repeat
     """
 
     scenario: str
@@ -59,11 +59,11 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 def compare_results(
     old: Mapping[str, Result], new: Mapping[str, Result], *, tolerance: float, force: bool = False
 ) -> list[Difference]:
-    """Every figure that both have, scenario by scenario.
+    """Compare each figure that both results have, scenario by scenario.
 
-    tolerance  part of a figure that never counts
+    tolerance  share of a figure by which a difference never counts
     force      compare even results of different machines or models
-    Raises ConfigError where nothing can be compared.
+    Raises ConfigError if nothing can be compared.
     """
     found: list[Difference] = []
     for name in old:
@@ -124,7 +124,7 @@ def _values(metric: Metric, row: Row) -> list[float]:
 
 
 def _noise(before: Sequence[float], after: Sequence[float]) -> float | None:
-    """The difference of means that needs no reason, as a part of the old one."""
+    """Return the difference of means that noise explains, as a share of the old mean."""
     if min(len(before), len(after)) < 2:
         return None
     error = sqrt(variance(before) / len(before) + variance(after) / len(after))

@@ -1,10 +1,10 @@
-"""A gate is a measurement that large scenarios ask for first; it is judged by thresholds and remembered.
+"""This module runs gates: measurements that large scenarios require first, with stored verdicts by thresholds.
 
-A gate counts by its whole definition and under the same conditions: another threshold, scenario, commit or imposed
-acceptance is another gate. Full gates are measured only when the micro gates before them are green.
+A verdict counts for the same definition under the same conditions: with another threshold, scenario, commit or imposed
+acceptance it is another gate. Full gates are measured only when the micro gates before them are green.
 
-Rows are written as they are made, and a verdict as soon as its rows are there: measuring that was broken off goes on
-where it ended.
+Each row is written as soon as it is measured, and each verdict as soon as its rows are there, so that a run that was
+broken off continues where it ended.
 """
 
 import os
@@ -32,15 +32,15 @@ STATE_FILE = "gates.json"
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """One gate's figures next to its thresholds.
 
-    gate               its definition; None in files of before it was kept, which count for no gate
+    gate               its definition; None in older files without it, which count for no gate
     bound              speed-up that the bytes of both steps allow at this accept length; None without experts
-    required_speed_up  the threshold, or the share of the bound where that is more
-    accept_length      tokens a drafted step; a step, where steps chose their draft lengths
-    accept_tested      false where acceptance was imposed, or draft lengths chosen: the accept length is then not judged
-    drafted_share      of steps that chose their draft lengths, those that drafted
+    required_speed_up  the threshold, or the required share of the bound if that is more
+    accept_length      tokens a drafted step; tokens a step, if steps chose their draft lengths
+    accept_tested      false if acceptance was imposed, or draft lengths were chosen: it is then not judged
+    drafted_share      the share of steps that drafted, if steps chose their draft lengths
     baseline_ms, drafted_ms  the median steps of both
-    baseline_over_floor, drafted_over_floor  these over what their bytes take; None without a GPU
-    distinct_experts   a layer of the drafted step
+    baseline_over_floor, drafted_over_floor  these over the time that their bytes take; None without a GPU
+    distinct_experts   distinct experts in a layer of the drafted step
     error              why it could not be measured
     """
 
@@ -63,9 +63,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GateRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One round of a gate, or of gates that were measured together; green when every one is.
+    """One round of a gate, or of gates that were measured together; green if all of them are.
 
-    forced  gates that they ask for first were not green, or were so by force
+    forced  gates that they require first were not green, or were green by force
     """
 
     green: bool
@@ -82,7 +82,7 @@ class GateState(msgspec.Struct, kw_only=True, tag="gates", tag_field="kind"):
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """How a gate stands: how many of its last runs were green in a row, and whether one of them was forced."""
+    """The standing of a gate: how many of its last runs were green in a row, and whether one of them was forced."""
 
     gate: Gate
     in_a_row: int
@@ -90,18 +90,18 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def green(self) -> bool:
-        """Whether it was green as often in a row as it needs to be."""
+        """Whether it was green as often in a row as required."""
         return self.in_a_row >= self.gate.needed
 
 
 def read_state(directory: Path) -> GateState:
-    """The state that a directory remembers; nothing where no gates were run. Raises ConfigError for a damaged file."""
+    """Read a directory's state of gates, which is empty if none were run. Raises ConfigError for a damaged file."""
     path = directory / STATE_FILE
     return read_struct(path, GateState) if path.exists() else GateState()
 
 
 def standing(state: GateState, environment: Environment, gate: Gate) -> Standing:
-    """How a gate of this very definition stands under these very conditions."""
+    """Return the standing of a gate with exactly this definition under exactly these conditions."""
     count, forced = 0, False
     for run in reversed(state.runs):
         verdict = next((each for each in run.gates if each.gate == gate), None)
@@ -116,9 +116,9 @@ def standing(state: GateState, environment: Environment, gate: Gate) -> Standing
 def check_gates(
     what: str, gates: Sequence[Gate], state: GateState, environment: Environment, *, force: bool = False
 ) -> bool:
-    """Refuse what asks for gates that are not green; return whether it goes on by force, its gates' or its own.
+    """Refuse to go on unless the gates are green; returns whether it goes on by force, now or in the gates' runs.
 
-    Raises ConfigError that names each gate and how it stands.
+    Raises ConfigError with each gate and its standing.
     """
     found = [standing(state, environment, gate) for gate in gates]
     red = [each for each in found if not each.green]
@@ -135,10 +135,11 @@ def check_gates(
 
 
 def default_length(state: GateState, environment: Environment, gates: Sequence[Gate]) -> int | str:
-    """The draft length that gates decide for, where none is asked for: auto where chosen lengths stand their gate and
-    the fixed one does not stand that of the same slots and context, else the fixed one.
+    """Return the default draft length by the gates: auto if its gate is green and the fixed length's gate is not.
 
-    gates  of one level for one kind of target, of both policies
+    The two gates have the same slots and context. Otherwise it is the fixed length.
+
+    gates  gates of one level for one kind of target, of both policies
     """
     fixed = {(each.context, each.batch): each for each in gates if each.policy == "fixed"}
     chosen = [each for each in gates if each.policy == "auto"]
@@ -162,12 +163,12 @@ def run_gates(
     report: Report | None = None,
     progress: Progress | None = None,
 ) -> list[GateRun]:
-    """Measure every gate so many times, keep the last rows next to the state, and remember each verdict.
+    """Measure each gate `times` times, keep its last rows beside the state, and store each verdict.
 
-    only_missing  no more rounds than a gate still needs to be green as often in a row as it has to be
-    imposes       the accept length that each gate asks for
-    All rows without drafts are measured with one load of the model, those of one acceptance and policy with another,
-    where memory allows. Rows of a round that was broken off are taken over. Raises ConfigError.
+    only_missing  run no more rounds than a gate still needs to be green as often in a row as required
+    imposes       impose the accept length that each gate requires
+    All rows without drafts are measured with one load of the model, those of one acceptance and policy with another, if
+    memory allows. Rows of a round that was broken off are reused. Raises ConfigError.
     """
     state, environment = read_state(directory), gates_environment(subject, commit, imposes=imposes)
     own = {
@@ -200,7 +201,7 @@ def run_gates(
 
 
 def gates_environment(subject: Subject, commit: str, *, imposes: bool) -> Environment:
-    """The conditions of gates; imposes: the accept length that each asks for. Raises ConfigError."""
+    """Return the conditions of gates; imposes: with the accept length that each requires. Raises ConfigError."""
     found = subject.environment(commit)
     return msgspec.structs.replace(found, simulated=(*found.simulated, GATES_OWN)) if imposes else found
 
@@ -212,7 +213,7 @@ def _num_rounds(gate: Gate, state: GateState, environment: Environment, times: i
 
 
 class _Round:
-    """One measurement of a gate, whose rows lie in a file of their own until it is judged."""
+    """One measurement of a gate; its rows are in a file of their own until it is judged."""
 
     def __init__(self, gate: Gate, subject: Subject, directory: Path, number: int, commit: str, forced: bool) -> None:
         self.gate, self.subject = gate, subject
@@ -225,18 +226,18 @@ class _Round:
         self.run = ScenarioRun(name, gate.scenario(), subject, self._rows, fresh=fresh, forced=forced, commit=commit)
 
     def load(self) -> tuple[str, str]:
-        """Equal for rounds that one load of the model can measure."""
+        """A key, equal for rounds that one load of the model can measure."""
         return self.gate.policy, repr(self.subject.speculation)
 
     def keep(self) -> None:
-        """Let its rows be the gate's last ones."""
+        """Keep its rows as the gate's last ones."""
         os.replace(self._rows, self._kept)
 
 
 def judge(gate: Gate, result: Result, *, moe: bool) -> Verdict:
-    """Hold a gate's two judged rows against its thresholds; moe: the target has experts.
+    """Compare a gate's two rows with its thresholds; moe: the target has experts.
 
-    An accept length that was imposed, or comes of chosen draft lengths, is shown and not judged.
+    An accept length that was imposed, or that comes from chosen draft lengths, is shown but not judged.
     """
     baseline, drafted = (result.row(case) for case in (Case(gate.context, gate.batch, 0), gate.judged))
     errors = "; ".join(f"{failure.case.name}: {failure.error}" for failure in result.failures)

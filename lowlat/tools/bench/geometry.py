@@ -1,7 +1,7 @@
 """This module makes targets and draft models of named geometries with random weights.
 
-A step's time does not depend on the weights' values, but for an MoE layer's choice of experts: random routers spread
-it. A target's weights lie in no file, so that a model larger than the disk can be measured.
+A step's time does not depend on the weights' values, except by an MoE layer's choice of experts, which random routers
+spread evenly. A target's weights are in no file, so that a model larger than the disk can be measured.
 """
 
 import json
@@ -24,17 +24,17 @@ from lowlat.speculators.mtp.geometry import MtpConfig
 __all__ = ["Geometry", "Head", "Noise", "RandomWeights", "random_target", "read_geometries"]
 
 TABLE = Path(__file__).parent / "geometries.toml"
-NOISE = (1 << 22) + 3  # numbers drawn once and used everywhere; odd, so that rows of a matrix differ
+NOISE = (1 << 22) + 3  # numbers drawn once for all weights; odd, so that rows of a matrix differ
 SCALES = (119, 121)  # MXFP4: 2 ** -8 and 2 ** -7, which keep activations at their size
 
 
 class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A draft model of the target's width and heads.
 
-    draft_vocab_size  rows of its LM head, the target's own where it brings none
-    boundaries        those that it reads of the target
-    block_size        of DFlash and DSpark: rows of a block, the last known token's included
-    markov_rank       of DSpark
+    draft_vocab_size  rows of its LM head, which is the target's if it has none
+    boundaries        the target's boundaries that it reads
+    block_size        rows of a block, with the last known token's; DFlash and DSpark only
+    markov_rank       DSpark only
     """
 
     intermediate_size: int
@@ -46,7 +46,7 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A target's shape, as its config.json says it, and those of draft models for it by method: `head` is EAGLE3's."""
+    """A target's shape, as its config.json, and the shapes of its draft models by method: `head` is EAGLE3's."""
 
     target: dict[str, Any]
     head: Head | None = None
@@ -56,7 +56,7 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def has_draft_models(self) -> bool:
-        """Whether there is one of any method."""
+        """Whether it has a draft model of any method."""
         return any(self._drafters.values())
 
     @property
@@ -64,7 +64,7 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {"eagle3": self.head, "peagle": self.peagle, "dflash": self.dflash, "dspark": self.dspark}
 
     def with_whole_vocabulary(self) -> "Geometry":
-        """The same shape, with draft models that draft all of the target's ids."""
+        """Return the same shape with draft models that draft all of the target's ids."""
         whole = {
             field: msgspec.structs.replace(each, draft_vocab_size=self.target["vocab_size"])
             for field in ("head", "peagle", "dflash", "dspark")
@@ -74,9 +74,9 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def drafting(self) -> str:
-        """The method that "auto" stands for: the target's MTP layer's, else that of the first draft model.
+        """Return the method for "auto": the target's MTP layer, else that of the first draft model.
 
-        Raises ConfigError where there is neither.
+        Raises ConfigError if there is neither.
         """
         if any(self.target.get(key) for key in COUNT_KEYS):
             return MtpConfig.method
@@ -88,7 +88,7 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
     def drafter(self, method: str) -> Head:
-        """The draft model of a method. Raises ConfigError where the geometry has none."""
+        """Return the draft model of a method. Raises ConfigError if the geometry has none."""
         found = self._drafters
         head = found.get(method)
         if head is None:
@@ -98,7 +98,7 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_geometries(path: Path = TABLE) -> dict[str, Geometry]:
-    """The geometries in a table. Raises ConfigError for a file that is none."""
+    """Read a table of geometries. Raises ConfigError for another file."""
     try:
         return msgspec.toml.decode(path.read_bytes(), type=dict[str, Geometry])
     except (OSError, msgspec.DecodeError) as error:
@@ -110,7 +110,7 @@ def random_target(
 ) -> OpenedTarget:
     """Write the target's config.json into a directory, and open it with random weights. Raises ConfigError.
 
-    device  on which they are made; None: the CPU
+    device  the device on which weights are made; None: the CPU
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(geometry.target, indent=1), encoding="utf-8")
@@ -119,7 +119,7 @@ def random_target(
 
 
 class Noise:
-    """Random numbers of a seed, on a device, that weights of every size are filled with."""
+    """Random numbers of a seed, on a device, with which weights of all sizes are filled."""
 
     def __init__(self, seed: int, device: torch.device | None = None) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -127,14 +127,14 @@ class Noise:
         self._normal = torch.randn(NOISE, generator=generator).to(device)
 
     def weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A weight by its canonical name, which tells its mean and deviation, and where in the noise it begins."""
+        """Make a weight; its canonical name determines mean, deviation, and its start in the noise."""
         if dtype == torch.uint8:
             low, high = SCALES
             noise = low + self._codes % (high - low) if name.endswith("scales") else self._codes
         else:
             mean, deviation = _spread(name, shape)
             noise = (mean + deviation * self._normal).to(dtype)
-        start = zlib.crc32(name.encode()) % NOISE  # another place for every weight
+        start = zlib.crc32(name.encode()) % NOISE  # another start for each weight
         out = torch.empty(shape, dtype=dtype, device=noise.device)
         flat = out.view(-1)
         done = min(NOISE - start, flat.numel())
@@ -147,7 +147,7 @@ class Noise:
 
 
 class RandomWeights(WeightSource):
-    """A target's canonical weights, of numbers drawn from a seed, made on a device when they are asked for."""
+    """A target's canonical weights, random by a seed, made on a device at each look-up."""
 
     def __init__(self, config: ModelConfig, seed: int = 0, device: torch.device | None = None) -> None:
         self._recipes = {recipe.weight: recipe for recipe in target_recipes(config)}
@@ -165,7 +165,7 @@ class RandomWeights(WeightSource):
         return len(self._recipes) + len(self._aliases)
 
     def stream(self, arena: torch.Tensor | None = None) -> Generator[Named, None, None]:
-        """See `WeightSource.stream`; every tensor has memory of its own."""
+        """See `WeightSource.stream`; each tensor has memory of its own."""
         second = {own: name for name, own in self._aliases.items()}
         for name, recipe in self._recipes.items():
             yield (name, second[name]) if name in second else (name,), self._draw(recipe)
@@ -177,7 +177,7 @@ class RandomWeights(WeightSource):
 
     @property
     def arena_bytes(self) -> int:
-        """None is needed: nothing is read."""
+        """0: nothing is read."""
         return 0
 
     def _draw(self, recipe: Recipe) -> torch.Tensor:
@@ -185,7 +185,7 @@ class RandomWeights(WeightSource):
 
 
 def _spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Mean and deviation of a weight, so that activations keep their size and routers spread their rows."""
+    """Return a weight's mean and deviation, so that activations keep their size and routers spread their rows."""
     if "norm" in name or name.endswith((".scalar", "router.scale")):
         return 1.0, 0.1
     if name.endswith("bias"):

@@ -1,4 +1,4 @@
-"""This module describes the machine and the code that a measurement stands for: processor, driver, commit."""
+"""This module describes the machine and the code of a measurement: processor, driver, commit."""
 
 import platform
 import re
@@ -12,12 +12,12 @@ __all__ = ["changed_commit", "commit_at", "driver", "processor"]
 
 
 def commit_at(folder: Path) -> str:
-    """The short commit of the checkout that a folder lies in; empty where there is none."""
+    """Return the short commit of a folder's checkout; empty if it has none."""
     return _output("git", "rev-parse", "--short", "HEAD", folder=folder)
 
 
 def changed_commit() -> str:
-    """The commit of lowlat's own checkout, with a mark where the packages differ from it; empty where it is none."""
+    """Return the commit of lowlat's checkout, with a mark if the packages differ from it; empty without a checkout."""
     folder = Path(__file__).parent
     if not _output("git", "ls-files", Path(__file__).name, folder=folder):
         return ""
@@ -27,7 +27,7 @@ def changed_commit() -> str:
 
 
 def driver() -> str:
-    """The version of NVIDIA's driver; empty where there is none."""
+    """Return the version of NVIDIA's driver; empty if there is none."""
     text = find_text(Path("/proc/driver/nvidia/version"), 1 << 12)
     if text is None:  # as in a container
         text = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -36,14 +36,14 @@ def driver() -> str:
 
 
 def processor() -> str:
-    """The processor's name, or its architecture where it has none."""
+    """Return the processor's name, or its architecture if it has none."""
     text = find_text(Path("/proc/cpuinfo"), 1 << 22) or ""
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return found.group(1).strip() if found else platform.machine()
 
 
 def _output(*command: str, folder: Path | None = None) -> str:
-    """The text that a command prints; empty where it fails or is not there."""
+    """Return the output of a command; empty if it fails or does not exist."""
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=30)
         return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,6 +1,6 @@
-"""This module measures one case on a loaded runtime: it submits requests, times steps, and sums them up in a row.
+"""This module measures one case on a loaded runtime: it submits requests, times steps, and summarises them in a row.
 
-Steps are run as any caller runs them, by `Runtime.step`.
+It runs steps like any caller, by `Runtime.step`.
 """
 
 import random
@@ -31,20 +31,20 @@ from lowlat.tools.bench.step_bytes import step_bytes
 
 __all__ = ["CaseRun", "Samples", "room_of"]
 
-CHURN_FACTOR = 4  # requests a slot of a churning repeat
-CANCELLED = 8  # of them, every eighth is cancelled half-way
+CHURN_FACTOR = 4  # requests for each slot in a churning repeat
+CANCELLED = 8  # every eighth of them is cancelled half-way
 LOOP_ROOM = 512  # steps that a loop on the device may run before the host stops it
 Tiles = dict[str, dict[str, int]]  # counts by kind of layer
 PER_CHUNK = RuntimeConfig.prefill_chunk  # a prompt may run a chunk at a time while others decode (max_stall_ms)
 
 
 def room_of(case: Case, scenario: Scenario, *, device_loop: bool, strict: bool = False) -> int:
-    """Tokens after the prompt that a request may need: those of warm-up and steps, and of waiting for the others.
+    """Return the tokens after the prompt that a request may need: in warm-up, in steps, and while it waits for others.
 
-    strict  requests draft while they wait, too
+    strict  requests also draft while they wait
     """
     churns = scenario.traffic == "churn"
-    chunks = 1 if scenario.reuse_prompts else -(-case.context // PER_CHUNK)  # what a prefix cannot spare
+    chunks = 1 if scenario.reuse_prompts else -(-case.context // PER_CHUNK)  # chunks that a shared prefix does not save
     waiting = case.batch * (2 + chunks) * (case.num_speculative_tokens + 1 if strict else 1)
     steps = scenario.warm_up + (0 if churns else scenario.steps) + 4 + (LOOP_ROOM if device_loop else 0)
     return max(scenario.steps if churns else 0, waiting + steps * (case.num_speculative_tokens + 1))
@@ -55,10 +55,10 @@ class Samples:
     """The timed steps of one repeat.
 
     step_ms   between a step's outputs and the next one's
-    tokens    that the step brought all requests together
-    active    requests that it brought something
-    lengths   tokens of an active request, mean, before the step
-    first_ms  from the submission of a request without any shared prefix to its first token
+    tokens    new tokens of all requests together
+    active    requests with a new token
+    lengths   mean tokens of an active request before the step
+    first_ms  from the submission of a request without a shared prefix to its first token
     """
 
     step_ms: list[float] = field(default_factory=list)
@@ -72,17 +72,17 @@ class Samples:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all requests together."""
+        """Tokens a second of all requests together."""
         return 1e3 * sum(self.tokens) / sum(self.step_ms)
 
     @property
     def token_ms(self) -> list[float]:
-        """For every token its step's time over the tokens that the step brought an active request, on average."""
+        """One sample for each token: its step's time over the mean new tokens of an active request in that step."""
         figures = zip(self.step_ms, self.tokens, self.active, strict=True)
         return [ms * active / tokens for ms, tokens, active in figures for _ in range(tokens)]
 
     def add(self, elapsed_ms: float, steps: Sequence[dict[str, int]], lengths: dict[str, int]) -> None:
-        """Add steps whose outputs came together; lengths, by request, grow by what they brought."""
+        """Add steps whose outputs came together; lengths, by request, grow by the new tokens."""
         for step in steps:
             self.step_ms.append(elapsed_ms / len(steps))
             self.tokens.append(sum(step.values()))
@@ -92,7 +92,7 @@ class Samples:
                 lengths[name] += count
 
     def summary(self) -> Repeat:
-        """The repeat's figures."""
+        """Return the repeat's figures."""
         spread = Spread.of(self.step_ms)
         drafted = self.stats.num_drafts > 0
         return Repeat(
@@ -105,9 +105,9 @@ class Samples:
 
 
 class CaseRun:
-    """One case of a scenario on a runtime that has room for it; `repeat` once for each repeat, then `row`.
+    """One case of a scenario on a runtime of sufficient size; call `repeat` for each repeat, then `row`.
 
-    wall_gb_per_s  of the GPU; None without one
+    wall_gb_per_s  the GPU's memory bandwidth; None without a GPU
     """
 
     def __init__(
@@ -124,16 +124,16 @@ class CaseRun:
         self._temperature, self._wall = temperature, wall_gb_per_s
         self._samples: list[Samples] = []
         self._tokens: dict[str, list[int]] | None = {} if scenario.alike else None
-        self._first: list[list[int]] = []  # what the first repeat brought each request
+        self._first: list[list[int]] = []  # tokens of each request in the first repeat
         self._experts: list[float] = []
 
     def repeat(self) -> None:
-        """Submit the requests, time their steps, and end them. Raises LowlatError where one fails."""
+        """Submit the requests, time their steps, and end them. Raises LowlatError if one fails."""
         run = self._churn if self._scenario.traffic == "churn" else self._steady
         self._samples.append(run())
 
     def profile(self, num_steps: int) -> dict[str, Any]:
-        """Record steps on the GPU and sum them up by stage, as `lowlat profile --json` does. Raises LowlatError."""
+        """Record steps on the GPU and summarise them by stage, as `lowlat profile --json`. Raises LowlatError."""
         from lowlat.tools.profile.recording import profile_steps
 
         lengths = self._begin()
@@ -148,7 +148,7 @@ class CaseRun:
         return tuple(self._samples)
 
     def row(self) -> Row:
-        """All repeats as one row."""
+        """Summarise all repeats in one row."""
         case, runtime = self._case, self._runtime
         pooled = [ms for samples in self._samples for ms in samples.step_ms]
         active = [count for samples in self._samples for count in samples.active]
@@ -159,7 +159,7 @@ class CaseRun:
         for samples in self._samples:
             stats.merge(samples.stats)
         perf = runtime.perf()
-        perf = perf.since(perf)  # without what was not timed
+        perf = perf.since(perf)  # without counts before the timed steps
         for samples in self._samples:
             perf = perf.plus(samples.perf)
         tiles = reduce(_sum_tiles, (samples.tiles for samples in self._samples))
@@ -199,7 +199,7 @@ class CaseRun:
         )
 
     def _bytes(self, lengths: Sequence[float], experts: float | None, chosen: Sequence[int] | None) -> int:
-        """Bytes of a step of active requests of these lengths; of chosen lengths the mean over what was chosen."""
+        """Return the bytes of a step of active requests of these lengths; a mean over the chosen draft lengths."""
         runtime = self._runtime
         bucket = runtime.ladder.choose(len(lengths), self._case.num_speculative_tokens)
         if chosen is None:
@@ -212,7 +212,7 @@ class CaseRun:
         return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=number, temperature=self._temperature)
 
     def _steady(self) -> Samples:
-        """All requests decode side by side: warmed up, then timed."""
+        """Decode all requests side by side, first to warm up, then timed."""
         read = self._read_prompts() if self._scenario.reuse_prompts and not self._samples else []
         lengths = self._begin()
         samples = Samples(first_ms=[*read, *self._first_token_ms(lengths)])
@@ -226,7 +226,7 @@ class CaseRun:
         return samples
 
     def _compare(self, names: Iterable[str]) -> None:
-        """Hold what a repeat has brought next to what the first one did. Raises LowlatError where they differ."""
+        """Compare a repeat's tokens with those of the first one. Raises LowlatError if they differ."""
         if self._tokens is None:
             return
         brought = [self._tokens.pop(name, []) for name in names]
@@ -240,7 +240,7 @@ class CaseRun:
         self._first = self._first or brought
 
     def _read_prompts(self) -> list[float]:
-        """Read each prompt while nothing decodes, which takes a fraction of the time; ms to those first tokens."""
+        """Read each prompt while nothing decodes, in a fraction of the time; returns ms to the first tokens."""
         first = []
         for prompt in self._prompts.of(self._case):
             name = self._runtime.submit(prompt, self._params(1, 0))
@@ -252,7 +252,7 @@ class CaseRun:
         return first
 
     def _begin(self) -> dict[str, int]:
-        """Submit the requests and step until each has a token, without drafts where that is allowed; their lengths."""
+        """Submit the requests and step until each has a token, without drafts if allowed; returns their lengths."""
         runtime = self._runtime
         config = runtime.config
         room = room_of(self._case, self._scenario, device_loop=config.device_loop, strict=config.is_strict)
@@ -289,7 +289,7 @@ class CaseRun:
                 start = time.perf_counter()
 
     def _churn(self) -> Samples:
-        """More requests than slots, of many lengths, some cancelled: until all have ended."""
+        """Run more requests than slots, of many lengths, some cancelled, until all have ended."""
         if not self._samples:
             lengths = self._begin()
             self._time(self._scenario.warm_up, Samples(), lengths, self._count_experts)
@@ -319,7 +319,7 @@ class CaseRun:
         return samples
 
     def _crowd(self) -> list[tuple[list[int], int]]:
-        """The prompts of a churning repeat, and how many tokens each request wants; the same in every repeat."""
+        """Return the prompts of a churning repeat, and the tokens of each request; the same in each repeat."""
         case, steps = self._case, self._scenario.steps
         draw = random.Random(f"{case.context} {case.batch}")
         count = CHURN_FACTOR * case.batch
@@ -328,7 +328,7 @@ class CaseRun:
         return list(zip(self._prompts.some(lengths), wanted, strict=True))
 
     def _take(self, outputs: Sequence[StepOutput], *, may_end: bool = False) -> list[dict[str, int]]:
-        """Tokens by request of each step in the outputs of one call; several of one request are of steps in a row.
+        """Return tokens by request for each step in a call's outputs; a request's outputs are from successive steps.
 
         Raises LowlatError for a request that fails.
         """
@@ -363,7 +363,7 @@ class CaseRun:
         return total
 
     def _count_experts(self) -> None:
-        """Count the experts that rows chose; it waits for the device, and is for steps that are not timed."""
+        """Count the experts that rows chose; it waits for the device, so it is only for steps that are not timed."""
         if self._runtime.model_config.experts is None:
             return
         from lowlat.tools.profile.recording import chosen_experts
@@ -378,7 +378,7 @@ class CaseRun:
 
 
 def _since(before: SpeculativeDecodingStats, after: SpeculativeDecodingStats) -> SpeculativeDecodingStats:
-    """The statistics between two snapshots."""
+    """Return the statistics between two snapshots."""
     values: dict[str, Any] = {"simulated": after.simulated}
     for item in fields(SpeculativeDecodingStats):
         old, new = getattr(before, item.name), getattr(after, item.name)
@@ -395,13 +395,13 @@ def _since(before: SpeculativeDecodingStats, after: SpeculativeDecodingStats) ->
 
 
 def _tiles(runtime: Runtime) -> Tiles:
-    """The tiles that attention has walked since the load; empty where they are not counted."""
+    """Return the tiles that attention has walked since the load; empty if they are not counted."""
     found: Tiles = runtime.summary().get("attention_tiles", {})
     return found
 
 
 def _sum_tiles(counts: Tiles, others: Tiles, sign: int = 1) -> Tiles:
-    """Counts with others of the same kinds of layers added, or taken away; the layers themselves stay."""
+    """Add or subtract counts of the same kinds of layers; the numbers of layers stay."""
     return {
         kind: {
             name: count if name == "layers" else count + sign * others.get(kind, {}).get(name, 0)
@@ -412,7 +412,7 @@ def _sum_tiles(counts: Tiles, others: Tiles, sign: int = 1) -> Tiles:
 
 
 def _mean_length(counts: Sequence[int]) -> float:
-    """The mean of draft lengths that were chosen so often, by length."""
+    """Return the mean draft length; counts are by length."""
     return sum(length * count for length, count in enumerate(counts)) / max(sum(counts), 1)
 
 

@@ -29,12 +29,12 @@ class Prompts:
 
     @classmethod
     def random(cls, vocab_size: int) -> "Prompts":
-        """Random tokens."""
+        """Return prompts of random tokens."""
         return cls("random", [], vocab_size)
 
     @classmethod
     def read(cls, path: Path, codec: TextCodec | None, vocab_size: int) -> "Prompts":
-        """Text, or .json of texts or token ids, in lists or by domain. Raises ConfigError."""
+        """Read text, or .json of texts or token ids, in lists or by domain. Raises ConfigError."""
         text = read_text(path, MAX_FILE)
         try:
             found = json.loads(text) if path.suffix == ".json" else text
@@ -55,11 +55,11 @@ class Prompts:
         return cls(path.name, stream, vocab_size)
 
     def of(self, case: Case) -> list[list[int]]:
-        """A case's prompts, one a request: none begins like another; a shorter case's are a longer's prefixes."""
+        """Return a case's prompts, one a request; no two begin alike, and a shorter case has prefixes of a longer's."""
         return [self._one(number, case.context) for number in range(case.batch)]
 
     def some(self, lengths: list[int]) -> list[list[int]]:
-        """Prompts of these lengths, none beginning like another."""
+        """Return prompts of these lengths; no two begin alike."""
         return [self._one(number, length) for number, length in enumerate(lengths)]
 
     def _one(self, number: int, length: int) -> list[int]:

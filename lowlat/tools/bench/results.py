@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """A distribution: mean and percentiles, and how many samples they are of."""
+    """A distribution: mean, percentiles, and the number of samples."""
 
     mean: float
     p50: float
@@ -32,7 +32,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """The distribution of one sample or more."""
+        """Summarise one sample or more."""
         p50, p99, p999 = (round(float(value), 5) for value in np.percentile(values, (50, 99, 99.9)))
         return cls(mean=round(float(np.mean(values)), 5), p50=p50, p99=p99, p999=p999, count=len(values))
 
@@ -72,7 +72,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Perf(msgspec.Struct, frozen=True, kw_only=True):
-    """The runtime's counters, as `PerfCounters` defines them; waits, copies and steps are of the timed steps."""
+    """The runtime's counters, as `PerfCounters` defines them; waits, copies and steps are those of the timed steps."""
 
     launches: int
     planned_launches: int
@@ -85,7 +85,7 @@ class Perf(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Repeat(msgspec.Struct, frozen=True, kw_only=True):
-    """One repeat's figures, from which the noise of the row is told; the first token's is None where not timed."""
+    """One repeat's figures, for an estimate of the row's noise; the first token's is None if it was not timed."""
 
     ms_per_step_p50: float
     ms_per_step_p99: float
@@ -97,24 +97,24 @@ class Repeat(msgspec.Struct, frozen=True, kw_only=True):
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One case, measured.
 
-    simulated_accept_length  tokens a step that were imposed; None: acceptance is the draft model's own
-    mean_context             tokens of a request, mean over the timed steps
-    ms_per_step              between a step's tokens and the next one's, by the host's clock
-    ms_per_token             of one request, a sample a token: a step over the tokens that it brought an active slot
-    time_to_first_token_ms   from submission, the requests of a batch together; None where prompts were shared
+    simulated_accept_length  imposed tokens a step; None: acceptance is the draft model's own
+    mean_context             mean tokens of a request over the timed steps
+    ms_per_step              from a step's tokens to the next one's, by the host's clock
+    ms_per_token             of one request, one sample a token: a step's time over its new tokens of an active slot
+    time_to_first_token_ms   from submission, for all requests of a batch at once; None if prompts were shared
     tokens_per_s             of all requests together
-    effective_accept_length  tokens that a step brings an active slot, steps without drafts included
-    bytes_per_step           that a step must read: weights, chosen experts' among them, keys and values
-    distinct_experts         that a layer's rows choose, mean, a shared one included; None without an MoE layer
-    wall_gb_per_s            the GPU's bandwidth for reading, measured in the same run; None without a GPU
-    floor_ms                 those bytes at that bandwidth
+    effective_accept_length  new tokens of an active slot a step, also in steps without drafts
+    bytes_per_step           bytes that a step must read: weights, with those of chosen experts, keys and values
+    distinct_experts         mean number of experts that a layer's rows choose, with a shared one; None without MoE
+    wall_gb_per_s            the GPU's read bandwidth, measured in the same run; None without a GPU
+    floor_ms                 the time of bytes_per_step at that bandwidth
     share_of_wall            the floor over the median step
-    eagle_speculation        absent in JSON where nothing was drafted
-    perf                     absent in files of before there were counters
-    steps_by_width           steps of a request that verified 0, 1, 2, ... drafts, where each step chose (policy auto)
-    mean_width               drafts that they verified, mean
-    numerics                 `Runtime.numerics`; absent in files of before there was one
-    attention_tiles          that the timed steps walked, by kind of layer, where count_tiles asks for them
+    eagle_speculation        absent in JSON if nothing was drafted
+    perf                     absent in files older than these counters
+    steps_by_width           steps of a request that verified 0, 1, 2, ... drafts, if each step chose (policy auto)
+    mean_width               mean drafts that these steps verified
+    numerics                 `Runtime.numerics`; absent in older files
+    attention_tiles          tiles that the timed steps walked, by kind of layer, if count_tiles is set
     """
 
     case: Case
@@ -144,12 +144,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens a drafted step, bonus included; None where nothing was drafted."""
+        """Tokens a drafted step, bonus included; None if nothing was drafted."""
         return None if self.eagle_speculation is None else self.eagle_speculation.mean_acceptance_length
 
     @property
     def drafted_share(self) -> float | None:
-        """The share of steps that chose to draft; None where none chose."""
+        """The share of steps that chose to draft; None if no step could choose."""
         counts = self.steps_by_width
         return None if not counts else 1.0 - counts[0] / max(sum(counts), 1)
 
@@ -167,13 +167,13 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """The conditions that rows of one file have in common: code, machine, model, and what is not real.
+    """The conditions of all rows of a file: code, machine, model, and what is simulated.
 
     simulated               what was not measured on real weights, prompts or acceptance
     distinct_prompt_tokens  tokens of the text that prompts are cut from: longer ones repeat it; 0: random tokens
-    quantize                to what the target's weights were rounded at load; empty: not at all
-    activations             to what prompts' rows were rounded; empty: not at all
-    max_prefill_chunks      chunks that ran at once of prompts that have so many; None: the file is older than that
+    quantize                the format to which the target's weights were rounded at load; empty: none
+    activations             the format to which prompts' rows were rounded; empty: none
+    max_prefill_chunks      the most chunks of a prompt that ran at once; None in files before this option
     """
 
     lowlat: str
@@ -203,8 +203,10 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     max_prefill_chunks: int | None = None
 
     def holds_for(self, other: "Environment") -> bool:
-        """Whether gates that were measured under these conditions count under others: those that impose an acceptance
-        of their own do under every imposed one."""
+        """Whether gates measured under these conditions count under others.
+
+        Gates that impose their own acceptance count under any other imposed acceptance, too.
+        """
         if GATES_OWN not in self.simulated:
             return self == other
         mine, theirs = (
@@ -214,15 +216,18 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
         return mine == theirs and msgspec.structs.replace(self, simulated=other.simulated) == other
 
     def differences(self, other: "Environment") -> list[str]:
-        """The fields that differ, as `field: mine, theirs`."""
+        """Return the fields that differ, as `field: mine, theirs`."""
         names = self.__struct_fields__
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
         return [f"{name}: {mine!r}, {theirs!r}" for name, (mine, theirs) in pairs.items() if mine != theirs]
 
 
 class Result(msgspec.Struct, kw_only=True, tag="scenario", tag_field="kind"):
-    """A scenario's file. `forced` says that its gates, or gates before those, were not
-    green; it is complete when nothing is left to run."""
+    """A scenario's file.
+
+    forced    its gates, or gates before those, were not green
+    complete  nothing is left to run
+    """
 
     version: int = VERSION
     name: str
@@ -234,12 +239,12 @@ class Result(msgspec.Struct, kw_only=True, tag="scenario", tag_field="kind"):
     failures: list[Failure] = []
 
     def row(self, case: Case) -> Row | None:
-        """A case's row, where it was measured."""
+        """Return a case's row, or None if it was not measured."""
         return next((row for row in self.rows if row.case == case), None)
 
 
 def write_struct(path: Path, value: msgspec.Struct) -> None:
-    """Write a struct as indented JSON, whole or not at all. Raises ConfigError where that is impossible."""
+    """Write a struct as indented JSON, completely or not at all. Raises ConfigError if that fails."""
     beside = path.with_suffix(path.suffix + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -260,7 +265,7 @@ def read_struct(path: Path, kind: type[T]) -> T:
 
 
 def read_result(path: Path) -> Result:
-    """One result file. Raises ConfigError for one of another kind or version."""
+    """Read one result file. Raises ConfigError for another kind or version of file."""
     result = read_struct(path, Result)
     if result.version != VERSION:
         raise ConfigError(f"{path}: version {result.version} of the schema; this lowlat reads version {VERSION}")
@@ -279,9 +284,9 @@ def _is_result(path: Path) -> bool:
 
 
 def read_results(place: Path) -> dict[str, Result]:
-    """The result in a file by its scenario's name, or those in a directory by their files' names.
+    """Read the result in a file, by its scenario's name, or those in a directory, by their files' names.
 
-    Raises ConfigError where there are none.
+    Raises ConfigError if there are none.
     """
     if not place.is_dir():
         found = read_result(place)

@@ -27,11 +27,11 @@ PROFILED_STEPS = 10
 class ScenarioRun:
     """One scenario of one subject, and its result file.
 
-    fresh   begin again whatever the file holds
-    forced  its gates were not green; the file says so
-    commit  what is measured, where there is no git checkout to ask
-    profile  write each case's stages next to the result, which needs a GPU
-    Raises ConfigError where no case fits the model, or where the file holds rows of other conditions.
+    fresh    begin again, whatever the file holds
+    forced   its gates were not green; the file records this
+    commit   the measured commit, if there is no git checkout to ask
+    profile  write each case's stages beside the result, which needs a GPU
+    Raises ConfigError if no case fits the model, or if the file holds rows of other conditions.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class ScenarioRun:
 
     @property
     def num_done(self) -> int:
-        """Cases of the scenario that the file holds."""
+        """Number of the scenario's cases that the file holds."""
         return sum(self.result.row(case) is not None for case in self.scenario.cases())
 
     def run(self, report: Report | None = None, progress: Progress | None = None) -> Result:
-        """Measure what is left: cases without drafts with a runtime that has no draft model, all others with another.
+        """Measure the remaining cases: those without drafts on a runtime without a draft model, the others on another.
 
         report    called with each row, and with each case that could not be measured
         progress  called with repeats done and repeats in all
@@ -81,18 +81,18 @@ class ScenarioRun:
         return self.finish()
 
     def finish(self) -> Result:
-        """The result of what was measured, written; complete where nothing failed."""
+        """Write and return the result; it is complete if no case failed."""
         self.result.complete = not self.result.failures
         write_struct(self.path, self.result)
         return self.result
 
     @property
     def num_repeats(self) -> int:
-        """Repeats that are left to do."""
+        """Number of repeats that are left."""
         return len(self._cases) * self.scenario.repeats
 
     def needs(self, drafting: bool) -> list[Need]:
-        """The sizes that the cases that are left ask of a runtime, in order: those that draft, or those that do not."""
+        """Return the runtime sizes that the remaining cases need, in order: of those that draft, or of the others."""
         return [self._need(case) for case in self._cases_of(drafting)]
 
     def measure(
@@ -103,7 +103,7 @@ class ScenarioRun:
         report: Report | None,
         advance: Callable[[], None],
     ) -> None:
-        """Measure the cases that draft, or those that do not; where one fails, the next has a runtime made again.
+        """Measure the cases that draft, or the others; after a failure the runtime is loaded again for the next.
 
         wall     the GPU's bandwidth, GB/s
         advance  called after each repeat
@@ -157,7 +157,7 @@ class ScenarioRun:
         return room_of(case, self.scenario, device_loop=bool(options.get("device_loop", False)), strict=strict)
 
     def _check_room(self) -> None:
-        """Leave out cases beyond the model's positions. Raises ConfigError where no case is left of some."""
+        """Leave out cases beyond the model's positions. Raises ConfigError if that leaves none."""
         most = self.subject.config.max_context
         fitting = [case for case in self._cases if case.context + self._room(case) <= most]
         if self._cases and not fitting:
@@ -174,7 +174,7 @@ class ScenarioRun:
         self._cases = fitting
 
     def _resume(self, known: Result, environment: Environment) -> None:
-        """Take the rows of a file. Raises ConfigError where its conditions are others."""
+        """Take over the rows of a file. Raises ConfigError if its conditions differ."""
         others = known.environment.differences(environment)
         mine, theirs = self.scenario.measuring(), known.scenario.measuring()
         for name in Scenario.__struct_fields__:
@@ -192,7 +192,7 @@ class ScenarioRun:
 
 
 def counter(total: int, progress: Progress | None) -> Callable[[], None]:
-    """A function that is called after each repeat, and tells `progress` how many of all are done."""
+    """Return a function to call after each repeat, which reports the number of repeats to `progress`."""
     numbers = itertools.count(1)
 
     def advance() -> None:
@@ -204,7 +204,7 @@ def counter(total: int, progress: Progress | None) -> Callable[[], None]:
 
 
 def measure_wall_of(choice: DeviceChoice) -> float | None:
-    """The GPU's bandwidth, GB/s; None where no GPU is used."""
+    """Measure the GPU's bandwidth, GB/s; None if no GPU is used."""
     if not choice.has_kernels or not torch.cuda.is_available():
         return None
     from lowlat.tools.profile.recording import gpu_wall

@@ -1,4 +1,4 @@
-"""This module loads the runtimes that cases are measured with, one at a time, each for several cases."""
+"""This module loads the runtimes for measurements, one at a time, each for several cases."""
 
 import gc
 import math
@@ -14,17 +14,17 @@ from lowlat.tools.bench.subject import Subject
 __all__ = ["BLOCK_SIZE", "Need", "Runtimes"]
 
 BLOCK_SIZE = 32
-EXTRA_ROWS = 64  # a step's rows after a request's last token, at most
+EXTRA_ROWS = 64  # the most rows of a step after a request's last token
 
 
 class Need(NamedTuple):
-    """Sizes that a case asks of a runtime.
+    """The runtime sizes that a case needs.
 
     depth      draft tokens
-    positions  of one request, prompt included
+    positions  positions of one request, prompt included
     reuse      share keys and values of prompts
-    adaptive   each step chooses its depth
-    kv_share   of the runtime's KV blocks, those that its requests take
+    adaptive   each step chooses its draft length
+    kv_share   the share of the runtime's KV blocks that its requests take
     """
 
     depth: int
@@ -36,13 +36,13 @@ class Need(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """KV blocks of all its requests, and those that are to be free."""
+        """KV blocks of all its requests, and those that must stay free."""
         own = self.batch * -(-(self.positions + EXTRA_ROWS) // BLOCK_SIZE)
         return math.ceil(own / self.kv_share)
 
 
 class Runtimes:
-    """Runtimes of one subject for needs in order; without a draft model where nothing is drafted.
+    """Runtimes of one subject for a sequence of needs; without a draft model if nothing is drafted.
 
     A context manager that closes the last one.
     """
@@ -59,9 +59,9 @@ class Runtimes:
         self.drop()
 
     def take(self, need: Need) -> Runtime:
-        """A runtime that drafts as deep as a need says, the one at hand where it has room.
+        """Return a runtime with a need's draft length: the loaded one if it is large enough.
 
-        Raises what a load for this need alone does.
+        Raises the errors of a load for this need alone.
         """
         self._ahead = self._ahead[self._ahead.index(need) + 1 :]
         if self._runtime is None or not self._serves(self._runtime, need):
@@ -71,7 +71,7 @@ class Runtimes:
         return self._runtime
 
     def drop(self) -> None:
-        """Close the runtime at hand and give its memory back before the next one is loaded."""
+        """Close the loaded runtime and free its memory, before the next one is loaded."""
         if self._runtime is not None:
             self._runtime.close()
             self._runtime = None
@@ -107,17 +107,17 @@ class Runtimes:
         )
 
     def _serves(self, runtime: Runtime, need: Need) -> bool:
-        """Whether a runtime has a need's depth, and room for it."""
+        """Whether a runtime has a need's draft length, and is large enough."""
         config = runtime.config
         fits = need.batch <= config.max_batch and need.positions <= config.max_context
         known = need.depth in runtime.ladder.rows_of and (need.depth > 0) is (runtime.speculator is not None)
         known = known and runtime.ladder.adaptive is need.adaptive
         has_room = need.blocks < (config.kv_blocks or 0)
-        if need.kv_share < 1.0:  # no more free than that
+        if need.kv_share < 1.0:  # no more blocks may be free
             has_room = need.blocks + 1 == config.kv_blocks
         return known and fits and has_room
 
 
 def _kind(need: Need) -> tuple[bool, bool, bool]:
-    """The traits that runtimes of one load share, whatever their sizes."""
+    """Return a key, equal for needs that one load can serve, apart from sizes."""
     return need.depth > 0, need.reuse, need.adaptive

@@ -1,4 +1,4 @@
-"""Scenarios and gates are measurements that TOML declares; this module reads them, and makes their cases."""
+"""This module reads scenarios and gates, which are measurements declared in TOML, and makes their cases."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def depth(self) -> str:
-        """S as `-S` takes it."""
+        """S, in the form of the option `-S`."""
         return str(self.num_speculative_tokens) if self.policy == "fixed" else self.policy
 
     @property
@@ -51,15 +51,15 @@ class Case(msgspec.Struct, frozen=True):
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The cases and sizes that one result file measures; an S of auto is a width that each step chooses.
 
-    steps          timed steps of a repeat; of churn the tokens of the longest request
+    steps          timed steps of a repeat; with churn the tokens of the longest request
     warm_up        steps before them
     traffic        steady: all requests decode side by side; churn: they come, go and are cancelled
-    reuse_prompts  share keys and values of prompts between repeats and cases; each is read before any request
-                   decodes, and is timed where nothing of it was read before, as in the largest case
-    kv_share       of the blocks of keys and values that a runtime has, those that its requests take
-    alike          a repeat that brings other tokens than the first is an error; of steady traffic
-    gated          asks for the gates of its own file; one with drafts at a context of the shipped plan's gated
-                   scenarios asks for the shipped gates, whatever its name and whatever this says
+    reuse_prompts  share keys and values of prompts between repeats and cases; each prompt is read before any request
+                   decodes, and is timed if nothing of it was read before, as in the largest case
+    kv_share       the share of a runtime's KV blocks that its requests take
+    alike          a repeat with other tokens than the first is an error; for steady traffic
+    gated          require the gates of its own file; a scenario with drafts at a context of the shipped plan's gated
+                   scenarios requires the shipped gates in any case
     """
 
     contexts: Annotated[tuple[Context, ...], Meta(min_length=1)]
@@ -76,7 +76,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alike: bool = False
 
     def cases(self) -> list[Case]:
-        """All rows: those of one depth together, the largest first."""
+        """Return all rows: those of one draft length together, the largest first."""
         sizes = sorted(((c, b) for c in set(self.contexts) for b in set(self.batches)), key=_size, reverse=True)
         own = dict.fromkeys(self.num_speculative_tokens)
         depths: list[tuple[int, Policy]] = [
@@ -91,28 +91,28 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def longest_drafted(self) -> int:
-        """The longest context that it drafts at; 0 where it does not draft."""
+        """The longest context with drafts; 0 without drafts."""
         return max(self.contexts) if self.drafts else 0
 
     def measuring(self) -> "Scenario":
-        """How rows are measured, whichever they are: equal for scenarios whose rows can stand in one file."""
+        """The conditions of measurement: equal for scenarios whose rows can be in one file."""
         return msgspec.structs.replace(self, contexts=(), batches=(), num_speculative_tokens=(), help="")
 
 
 class Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A measurement that large scenarios ask for first: a draft length next to none.
+    """A measurement that large scenarios require first: it compares a draft length with no drafts.
 
     num_speculative_tokens  the draft length that is judged
-    policy               auto: steps that choose their draft length are judged; acceptance is that of the draft length
+    policy               auto: judge steps that choose their draft length, with the acceptance of this draft length
     target               the targets that it is for: dense ones, or those with experts; None: any
-    beside               further draft lengths that are measured with it, and are no part of the verdict
+    beside               further draft lengths that are measured with it, but not judged
     level                micro: a few steps; full: a whole scenario, measured only when the micro gates are green
-    needed               green so many times in a row
-    min_speed_up         tokens/s over those without speculation, at least
-    experts_bound_share  and of a target with experts at least so much of what the bytes of both steps allow
-    min_accept_length    tokens a drafted step, bonus included, at least: tested at a fixed draft length where it is
-                         not imposed; what is imposed where gates are to have an acceptance of their own
-    min_drafted_share    of steps, those with drafts at least
+    needed               the number of green runs in a row that it needs
+    min_speed_up         least tokens/s over those without speculation
+    experts_bound_share  for targets with experts also the least share of the speed-up that the steps' bytes allow
+    min_accept_length    least tokens a drafted step, bonus included: tested at a fixed draft length if acceptance is
+                         not imposed; imposed if gates are to have their own acceptance
+    min_drafted_share    least share of steps with drafts
     """
 
     name: str
@@ -134,16 +134,16 @@ class Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def judged(self) -> Case:
-        """The case that is held against the one without drafts."""
+        """The case that is compared with the one without drafts."""
         depth = self.num_speculative_tokens if self.policy == "fixed" else MAX_SPECULATIVE_TOKENS
         return Case(self.context, self.batch, depth, self.policy)
 
     def is_for(self, experts: bool) -> bool:
-        """Whether it is for a target that has experts, or has none."""
+        """Whether it is for a target with or without experts."""
         return self.target in (None, "experts" if experts else "dense")
 
     def scenario(self) -> Scenario:
-        """The two rows that it compares, and those next to them."""
+        """Return a scenario of the two rows that it compares, and those beside them."""
         own: int | Literal["auto"] = self.num_speculative_tokens if self.policy == "fixed" else "auto"
         return Scenario(
             contexts=(self.context,),
@@ -157,7 +157,7 @@ class Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlanFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file's scenarios by name, and its gates."""
+    """The scenarios of a file by name, and its gates."""
 
     scenarios: dict[str, Scenario] = {}
     gates: tuple[Gate, ...] = ()
@@ -165,11 +165,11 @@ class PlanFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Plan:
-    """The shipped scenarios and gates, and those of a file of one's own, whose scenarios go before.
+    """The shipped scenarios and gates, and those of a user's file, whose scenarios take precedence.
 
-    gates    the file's own where it has any, else the shipped ones: those that `lowlat bench gates` measures
+    gates    the gates that `lowlat bench gates` measures: the file's if it has any, else the shipped ones
     shipped  the shipped gates
-    large    drafts at this context or a longer one ask for the shipped gates
+    large    drafts at this context or a longer one require the shipped gates
     """
 
     scenarios: dict[str, Scenario]
@@ -178,26 +178,28 @@ class Plan:
     large: int
 
     def gates_for(self, scenario: Scenario, experts: bool) -> list[Gate]:
-        """The gates that a scenario asks for of a target with or without experts: the shipped ones by what it measures,
-        its file's where it says so."""
+        """Return the gates that a scenario requires for a target with or without experts.
+
+        The shipped ones depend on what it measures; those of its file are required if it says so.
+        """
         asked = [*self.gates] if scenario.gated else []
         if scenario.longest_drafted >= self.large:
             asked += self.shipped
         return [gate for gate in dict.fromkeys(asked) if gate.is_for(experts)]
 
     def gates_of(self, level: Level, experts: bool) -> list[Gate]:
-        """The gates of one level for a target with or without experts."""
+        """Return the gates of one level for a target with or without experts."""
         return [gate for gate in self.gates if gate.level == level and gate.is_for(experts)]
 
     def scenario(self, name: str) -> Scenario:
-        """One scenario. Raises ConfigError for an unknown name."""
+        """Return a scenario. Raises ConfigError for an unknown name."""
         if name not in self.scenarios:
             raise ConfigError(f"no scenario {name!r:.80}; known: {', '.join(self.scenarios)}")
         return self.scenarios[name]
 
 
 def read_plan(path: Path | None = None) -> Plan:
-    """The shipped plan, with scenarios and gates of a file of one's own. Raises ConfigError naming file and field."""
+    """Read the shipped plan, with scenarios and gates of a user's file. Raises ConfigError with file and field."""
     shipped = _read(SHIPPED)
     own = PlanFile() if path is None else _read(path)
     large = min(min(scenario.contexts) for scenario in shipped.scenarios.values() if scenario.gated)

@@ -1,8 +1,8 @@
 """This module counts, from its Program, the bytes that a decode step must read.
 
-Every weight counts once each time that an operation uses it, in the format that the checkpoint has; of an MoE layer the
-experts that rows chose; keys and values before the last token; recurrent states, read and written. Left out, because
-they are small next to them: embedding rows, activations, new keys and values.
+A weight counts each time that an operation uses it, in the checkpoint's format; of an MoE layer, the experts that rows
+chose count. Keys and values before the last token count, and recurrent states, read and written. Embedding rows,
+activations, and new keys and values are left out, because they are small in comparison.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,13 +33,13 @@ __all__ = [
     "weight_sizes",
 ]
 
-LIMITS = ("first", "window", "keep_first")  # of the positions that attention reads
+LIMITS = ("first", "window", "keep_first")  # parameters that limit the positions that attention reads
 
 
 def step_bytes(runtime: Runtime, bucket: Bucket, lengths: Sequence[float], distinct_experts: float | None) -> int:
-    """Bytes of one step of active requests with so many tokens each, of several GPUs those of the first.
+    """Return the bytes of one step of active requests with these lengths; with several GPUs those of the first.
 
-    distinct_experts  a layer, of an MoE layer, a shared one included
+    distinct_experts  distinct experts in an MoE layer, with a shared one
     """
     config, speculator, experts = runtime.model_config, runtime.speculator, runtime.model_config.experts
     sizes = weight_sizes(config, speculator, runtime.rank_config)
@@ -54,20 +54,20 @@ def program_bytes(
     experts_share: float,
     partial: PartialKV | None = None,
 ) -> int:
-    """Bytes of one step by its program.
+    """Return the bytes of one step by its program.
 
     sizes          bytes of weights as operations name them
-    experts_share  of a layer's experts that rows choose
-    partial        SpecPV's sizes, where steps attend to a part of the cache
+    experts_share  the share of a layer's experts that rows choose
+    partial        SpecPV's sizes, if steps attend to a part of the cache
     """
     weights = sum(weight_bytes(op, sizes, experts_share) for op in program.ops)
     return round(weights + sum(cache_bytes(program, op, lengths, partial) for op in program.ops))
 
 
 def cache_bytes(program: Program, op: Op, lengths: Sequence[float], partial: PartialKV | None = None) -> float:
-    """Bytes of keys and values that a step's operation reads, or of recurrent states that it reads and writes.
+    """Return the bytes of keys and values that an operation reads, or of recurrent states that it reads and writes.
 
-    Arguments as `program_bytes` has them.
+    Arguments: see `program_bytes`.
     """
     if op.kind == "delta_rule":
         state = program.buffers[op.writes["state"]]
@@ -80,7 +80,7 @@ def cache_bytes(program: Program, op: Op, lengths: Sequence[float], partial: Par
 
 
 def attended(length: float, *, first: int = 0, window: int | None = None, keep_first: int = 0) -> float:
-    """Positions before the last of `length` tokens that attention reads."""
+    """Return the number of positions that attention reads before the last of `length` tokens."""
     end = max(0.0, length - 1)
     if window is None:
         return max(0.0, end - first)
@@ -89,7 +89,7 @@ def attended(length: float, *, first: int = 0, window: int | None = None, keep_f
 
 
 def listed(length: float, partial: PartialKV | None) -> float:
-    """Positions of a slot's list, right after a refresh, before the last of `length` tokens."""
+    """Return the positions of a slot's list right after a refresh, before the last of `length` tokens."""
     end = max(0.0, length - 1)
     return end if partial is None or end < partial.threshold else end - partial.shift(int(end))
 
@@ -99,7 +99,7 @@ def _limits(op: Op) -> dict[str, Any]:
 
 
 def _cache_bytes(program: Program, op: Op, positions: Sequence[float]) -> float:
-    """Bytes of keys and values of so many positions, of each request."""
+    """Return the bytes of keys and values of each request's positions."""
     total = 0.0
     for argument in ("k_cache", "v_cache"):
         spec = program.buffers[op.reads[argument]]
@@ -111,10 +111,9 @@ def _cache_bytes(program: Program, op: Op, positions: Sequence[float]) -> float:
 def weight_sizes(
     config: ModelConfig, speculator: Speculator | None = None, rank: ModelConfig | None = None
 ) -> dict[str, int]:
-    """Bytes of a target's weights and a speculator's, as operations name them: of a quantised matrix those of all its
-    parts.
+    """Return bytes of a target's and a speculator's weights, as operations name them; all parts of quantised matrices.
 
-    rank  the geometry of a rank that has a part of them; None: they are whole
+    rank  the geometry of a rank with a shard of them; None: they are whole
     """
     whole = weight_shapes(config, speculator)
     parts = whole if rank is None else rank_weights(whole, rank)
@@ -122,13 +121,13 @@ def weight_sizes(
 
 
 def part_sizes(plan: WeightPlan, rank: ModelConfig) -> dict[str, int]:
-    """Bytes of a rank's part of planned weights, as operations name them."""
+    """Return bytes of a rank's shard of planned weights, as operations name them."""
     whole = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in plan.items()}
     return plan_sizes({name: (tuple(part.shape), part.dtype) for name, part in rank_weights(whole, rank).items()})
 
 
 def plan_sizes(plan: WeightPlan) -> dict[str, int]:
-    """Bytes of planned weights, as operations name them: of a quantised matrix those of all its parts."""
+    """Return bytes of planned weights, as operations name them; all parts of quantised matrices."""
     sizes: dict[str, int] = {}
     for name, (shape, dtype) in plan.items():
         matrix = matrix_name(name) or name

@@ -1,4 +1,4 @@
-"""The subject of a measurement is a target, how it speculates, and on what it runs."""
+"""This module has the subject of a measurement: a target, its speculation, and the runtime's options."""
 
 import os
 import platform
@@ -40,13 +40,13 @@ __all__ = ["Subject", "open_model", "open_random"]
 
 @dataclass(frozen=True)
 class Subject:
-    """A target and a draft model, as runtimes are loaded from them.
+    """A target and a draft model, from which runtimes are loaded.
 
-    speculation  fields of SpeculativeConfig but the depth; None: nothing to draft with
+    speculation  fields of SpeculativeConfig but the depth; None: no drafts
     options      fields of RuntimeConfig: device, dtype, executor, device_loop, perf_mode, max_prefill_chunks,
                  quantize, quantize_lm_head, kv_cache_dtype, activations, tensor_parallel_size
-    prompts      that are decoded
-    temperature  of sampling; 0: greedy
+    prompts      the prompts to decode
+    temperature  the temperature of sampling; 0: greedy
     """
 
     target: Path | OpenedTarget
@@ -58,17 +58,17 @@ class Subject:
     temperature: float = 0.0
 
     def drafting(self, **fields: Any) -> "Subject":
-        """The same subject, with these fields of SpeculativeConfig next to or in place of its own."""
+        """Return the same subject with these fields of SpeculativeConfig added or replaced."""
         return replace(self, speculation={**(self.speculation or {}), **fields})
 
     def imposing(self, accept_length: float, depth: int) -> "Subject":
-        """The same subject, with the acceptance imposed that brings so many tokens a step at a draft length."""
+        """Return the same subject with an imposed acceptance: `accept_length` tokens a step at a draft length."""
         return self.drafting(simulated_acceptance=acceptance_for(accept_length, depth), simulated_accept_length=None)
 
     def speculative(self, depth: int, *, adaptive: bool = False) -> SpeculativeConfig | None:
-        """The configuration at one depth, or of chosen ones up to it; None at 0.
+        """Return the configuration at one draft length, or for chosen ones up to it; None at 0.
 
-        Raises ConfigError where there is nothing to draft with.
+        Raises ConfigError if the subject cannot draft.
         """
         if depth == 0:
             return None
@@ -81,11 +81,11 @@ class Subject:
         return SpeculativeConfig(**values, num_speculative_tokens=depth, strict=True)
 
     def load(self, depth: int, *, adaptive: bool = False, **sizes: Any) -> Runtime:
-        """A runtime for depths up to one, or that chooses; sizes are fields of RuntimeConfig. Raises ConfigError."""
+        """Load a runtime for draft lengths up to `depth`; sizes are fields of RuntimeConfig. Raises ConfigError."""
         return Runtime.load(self.target, self.speculative(depth, adaptive=adaptive), **self.options, **sizes)
 
     def choice(self) -> DeviceChoice:
-        """Where it will run, and by which executor. Raises ConfigError."""
+        """Choose the device and the executor. Raises ConfigError."""
         return self._choice
 
     @cached_property
@@ -104,7 +104,7 @@ class Subject:
         return settle_executor(choice, asked, [step], weight_shapes(pair))
 
     def environment(self, commit: str = "") -> Environment:
-        """Code, machine, model and conditions, without a load; commit: where there is no git checkout to ask.
+        """Describe code, machine, model and conditions, without a load; commit: if there is no git checkout to ask.
 
         Raises ConfigError.
         """
@@ -176,7 +176,7 @@ def open_model(
     temperature: float = 0.0,
     name: str | None = None,
 ) -> Subject:
-    """A model in a directory, whose name it has where none is given; prompts are a file, or else random tokens.
+    """Open a model in a directory, named after it by default; prompts come from a file, or are random tokens.
 
     Raises ConfigError.
     """
@@ -202,10 +202,10 @@ def open_random(
     prompts: Path | None = None,
     temperature: float = 0.0,
 ) -> Subject:
-    """A geometry with random weights.
+    """Open a geometry with random weights.
 
-    scratch           a directory for the configs, and for the draft model, which is written where `drafts` and none is
-                      named
+    scratch           a directory for the configs, and for the draft model, which is written if `drafts` is set and
+                      none is named
     whole_vocabulary  the draft model drafts all of the target's ids
     Raises ConfigError.
     """

@@ -1,8 +1,8 @@
-"""This module has EAGLE3's and P-EAGLE's draft models in plain torch, for comparison alone.
+"""This module has EAGLE3's and P-EAGLE's draft models in plain torch, only for comparison.
 
-It reads the checkpoint's own tensors and computes the whole sequence afresh at each call, from the equations of
-EAGLE-3 (arXiv 2503.01840, section 3) and the draft model's flags. It shares with the runtime the reading of the config,
-and the RoPE tables.
+It reads the checkpoint's own tensors and computes the whole sequence anew at each call, by the equations of EAGLE-3
+(arXiv 2503.01840, section 3) and the draft model's flags. It shares only the config reader and the RoPE tables with
+the runtime.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", 
 
 
 class PlainDraftModel:
-    """One head over one target, in one dtype, on the CPU.
+    """One draft model over one target, in one dtype, on the CPU.
 
-    tensors     the draft model's tensors by normalised name, and what it borrows of the target
+    tensors     the draft model's tensors by normalised name, and those that it borrows from the target
     target_eps  epsilon of the target's final norm
     """
 
@@ -42,7 +42,7 @@ class PlainDraftModel:
     def load(
         cls, config: Eagle3Config, head: str | Path, target: str | Path, dtype: torch.dtype, target_eps: float
     ) -> "PlainDraftModel":
-        """Read the draft model's tensors, and the target's embedding and LM head where it has none of its own."""
+        """Read the draft model's tensors, and the target's embedding and LM head if it has none of its own."""
         stored = open_draft_model(Path(head))
         names = {name: normalised for normalised, name in stored.stored.items() if normalised != "t2d"}
         tensors = {names[entry.name]: tensor for entry, tensor in stored.checkpoint.read(list(names))}
@@ -61,7 +61,7 @@ class PlainDraftModel:
         return cls(config, floats, target_eps)
 
     def fc(self, captured: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Captured residual streams, each [n, Ht] -> the draft model's features [n, H]."""
+        """Map captured residual streams, each [n, Ht], to the draft model's features [n, H]."""
         if self.config.final_hidden:
             return self._norm(captured[0], "target.norm", self.target_eps)
         if self.config.fc_norm:
@@ -74,7 +74,7 @@ class PlainDraftModel:
     def stages(
         self, tokens: Sequence[int], features: torch.Tensor, drafts: Sequence[int]
     ) -> list[dict[str, torch.Tensor]]:
-        """The last row's stages when each draft is made: after the tokens, then after every draft but the last.
+        """Return the last row's stages for each draft: after the tokens, then after each draft but the last.
 
         tokens    x[0..n]
         features  [n, H], of x[0..n-1]
@@ -91,14 +91,14 @@ class PlainDraftModel:
         return result
 
     def _last_row(self, tokens: Sequence[int], hidden: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """The last row's stages, and what the last layer gives, [H]."""
+        """Return the last row's stages, and the last layer's output [H]."""
         found, out = self._rows(tokens, hidden)
         return {stage: rows[-1] for stage, rows in found.items()}, out[-1]
 
     def _parallel_stages(
         self, tokens: list[int], features: torch.Tensor, depth: int, mask_token: int
     ) -> list[dict[str, torch.Tensor]]:
-        """P-EAGLE's: S - 1 rows of the mask after the tokens, and the last S rows of one pass."""
+        """Return P-EAGLE's stages: one pass with S - 1 mask tokens after the tokens, of which the last S rows count."""
         captured = self.tensors["mask_hidden"].reshape(1, -1).chunk(len(self.config.capture_boundaries), dim=-1)
         state = captured[0] if self.config.final_hidden else self.fc(captured)
         states = torch.cat((features, state.expand(depth - 1, -1)))
@@ -106,7 +106,7 @@ class PlainDraftModel:
         return [{stage: rows[row] for stage, rows in found.items()} for row in range(-depth, 0)]
 
     def _rows(self, tokens: Sequence[int], hidden: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """All rows after each layer's attention and FFN and around the LM head, by stage; after the last layer."""
+        """Return all rows by stage, after each layer's attention and FFN and around the LM head; and the output."""
         embedded = self.tensors["embed_tokens.weight"][torch.tensor(list(tokens))]
         normed = self._norm(hidden, "layers.0.hidden_norm")
         x = torch.cat((self._norm(embedded, "layers.0.input_layernorm"), normed), dim=-1)

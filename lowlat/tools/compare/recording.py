@@ -1,6 +1,6 @@
-"""A recording has one request's stages; its file is safetensors, which any engine can write.
+"""This module has the recording of one request's stages; its file is safetensors, which any engine can write.
 
-lowlat/tools/README.md, "Checking a pair", has the tensors with their names, shapes and rows.
+lowlat/tools/README.md, "Checking a pair", lists the tensors with names, shapes and rows.
 """
 
 import re
@@ -46,7 +46,7 @@ class Recording:
 
 
 def save_recording(recording: Recording, path: str | Path) -> None:
-    """Write a recording's file; its folder is made where it does not exist. Raises ConfigError."""
+    """Write a recording's file, and create its folder if needed. Raises ConfigError."""
     path = Path(path)
     tensors = {name: rows.contiguous() for name, rows in recording.stages.items()}
     tensors["tokens"] = torch.tensor(recording.tokens, dtype=torch.int64)
@@ -76,7 +76,7 @@ def load_recording(path: str | Path) -> Recording:
 
 
 def _recording(tensors: Mapping[str, torch.Tensor]) -> Recording:
-    """The recording of a file's tensors. Raises KeyError for one that is missing, ValueError for one that is wrong."""
+    """Make a recording of a file's tensors. Raises KeyError for a missing tensor, ValueError for a wrong one."""
     none = torch.zeros(0, dtype=torch.int64)
     tokens, num_prompt = tensors["tokens"], tensors["num_prompt"]
     positions, drafts = tensors.get("positions", none), tensors.get("drafts", none[:, None])

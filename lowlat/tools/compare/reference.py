@@ -27,10 +27,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def expected_recording(
     found: Recording, target: str | Path, head: str | Path | None, dtype: str = "float32"
 ) -> Recording:
-    """The expected values of a recording's stages, for the same tokens and drafts.
+    """Compute the expected values of a recording's stages, for the same tokens and drafts.
 
-    dtype is "auto", "float32" or "bfloat16", as in the recording. Raises ConfigError without transformers, or where
-    it cannot load the target.
+    dtype is "auto", "float32" or "bfloat16", as in the recording. Raises ConfigError without transformers, or if it
+    cannot load the target.
     """
     config = read_model_config(target, dtype=dtype)
     compute = DTYPES[config.dtype]
@@ -47,7 +47,7 @@ def expected_recording(
 
 
 def _kind(head: str | Path) -> DraftKind:
-    """How a draft model is read: as P-EAGLE's where its config says so, else as EAGLE3's, which refuses others."""
+    """Return how to read a draft model: as P-EAGLE's if its config says so, else as EAGLE3's, which refuses others."""
     return PEAGLE if draft_method(head) == PeagleConfig.method else EAGLE3
 
 
@@ -77,7 +77,7 @@ def _target_stages(found: Recording, target: Path, dtype: torch.dtype, stored: S
 def _head_stages(
     found: Recording, plain: PlainDraftModel, target: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The draft model over the other implementation's own residual streams."""
+    """Run the draft model over the other implementation's own residual streams."""
     captured = [target[f"target.residual.{boundary}"].to(dtype) for boundary in plain.config.capture_boundaries]
     features = plain.fc(captured)
     rows: dict[str, list[torch.Tensor]] = {}

@@ -1,6 +1,6 @@
-"""This module records lowlat's values stage by stage, and tells their distance from expected ones.
+"""This module records lowlat's values stage by stage, and measures their distance from expected ones.
 
-A recording is taken from a real runtime by a hook, so it says what decoding did.
+A hook takes the recording from a real runtime, so it shows what decoding computed.
 """
 
 import math
@@ -40,10 +40,10 @@ LEVEL_STAGES = {
 
 @dataclass(frozen=True)
 class StageDifference:
-    """How far one stage lies from what was expected; mean and largest difference are absolute.
+    """The difference of one stage from its expected values; mean and largest difference are absolute.
 
-    `cosine`, and `distance` over the length of the expected row, are the worst row's; `top_k_overlap` is the share of
-    the expected ten likeliest ids found among the ten likeliest, for logits.
+    `cosine`, and `distance` over the norm of the expected row, are those of the worst row. `top_k_overlap`, for logits,
+    is the share of the ten likeliest expected ids that are among the ten likeliest.
     """
 
     stage: str
@@ -55,21 +55,22 @@ class StageDifference:
     top_k_overlap: float | None
 
     def within(self, min_cosine: float) -> bool:
-        """Whether the cosine is at least `min_cosine`, and the distance at most that of rows of equal length with that
-        cosine, so that a wrong scale is seen, too. Both allow ROUNDING; a `min_cosine` of 0 or less does not bound the
-        distance.
+        """Whether the cosine is at least `min_cosine`, and the distance small enough.
+
+        The distance may be that of rows of equal norm with that cosine, so that a wrong scale is noticed, too. Both
+        allow ROUNDING; a `min_cosine` of 0 or less does not bound the distance.
         """
         farthest = math.sqrt(2 * (1 - min_cosine)) if min_cosine > 0 else math.inf
         return self.cosine >= min_cosine - ROUNDING and self.distance <= farthest + ROUNDING
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; None for figures that are not finite."""
+        """Return JSON values; None for figures that are not finite."""
         fields = asdict(self).items()
         return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in fields}
 
 
 class _Recorder:
-    """The hook: copies the rows of the only request that each program has just computed."""
+    """The hook: it copies the rows that each program has just computed for the only request."""
 
     def __init__(self, num_prompt: int) -> None:
         self.num_prompt = num_prompt
@@ -106,7 +107,7 @@ class _Recorder:
                 self._add(TARGET_STAGES[name], rows[nodes])
 
     def _take_drafts(self) -> None:
-        """The draft model's rows after the last token committed; after a prompt its feature comes out of prefill."""
+        """Take the draft model's rows after the last committed token; prefill computed the feature after a prompt."""
         count = int(self._buffers["commit_lens"][0])
         feature = self._buffers.get("draft_model.hidden", self._buffers["prefilled_feature"])
         earlier = {name: LAYER_STAGE.fullmatch(name) for name in self._buffers}
@@ -159,8 +160,8 @@ def record(
             model=head, method=method, num_speculative_tokens=num_speculative_tokens, strict=True
         )
     options: dict[str, Any] = {"max_batch": 1, "dtype": dtype, "device": device, "executor": executor}
-    options |= {"prefix_reuse": False, "fuse": executor != "eager"}  # fused kernels keep some buffers to themselves
-    options["prompt_logprobs"] = False  # for which prefill leaves its last residual stream among the state
+    options |= {"prefix_reuse": False, "fuse": executor != "eager"}  # fused kernels do not write some buffers
+    options["prompt_logprobs"] = False  # with it, prefill's last residual stream is state
     context = _context(target, prompt, num_tokens)
     with Runtime.load(target, speculative, progress=progress, max_context=context, **options) as runtime:
         tokens = runtime.codec.encode(prompt) if isinstance(prompt, str) and runtime.codec else prompt
@@ -176,13 +177,13 @@ def record(
 
 
 def _context(target: str | Path, prompt: Sequence[int] | str, num_tokens: int) -> int:
-    """A context that holds the prompt, whatever its tokens; never more than the model has."""
+    """Return a context that holds the prompt in any tokenisation, at most the model's."""
     longest = len(prompt.encode()) + 8 if isinstance(prompt, str) else len(prompt)
     return max(2, min(longest + num_tokens, read_model_config(target).max_context))
 
 
 def check_same_shape(target: str | Path, other: str | Path) -> None:
-    """Raise ConfigError for two targets whose stages have other shapes, so that they cannot be compared."""
+    """Raise ConfigError if two targets' stages have different shapes and cannot be compared."""
     ours, theirs = read_model_config(target), read_model_config(other)
     for name in ("num_layers", "hidden_size", "vocab_size"):
         if getattr(ours, name) != getattr(theirs, name):
@@ -193,7 +194,7 @@ def check_same_shape(target: str | Path, other: str | Path) -> None:
 
 
 def shared_tokens(found: Recording, expected: Recording) -> int:
-    """How many tokens at the beginning are the same. Raises ConfigError where even the prompts differ."""
+    """Return the number of equal tokens from the beginning. Raises ConfigError if the prompts differ."""
     if found.tokens[: found.num_prompt] != expected.tokens[: expected.num_prompt]:
         raise ConfigError("the recordings begin with different prompts; give the prompt of the saved one")
     pairs = zip(found.tokens, expected.tokens, strict=False)
@@ -203,9 +204,9 @@ def shared_tokens(found: Recording, expected: Recording) -> int:
 def common_rows(
     found: Recording, expected: Recording
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
-    """Of stages that both have, the rows that rest on equal tokens and drafts; and the stages that have no such row.
+    """Return the rows of common stages that depend on equal tokens and drafts, and the stages without such rows.
 
-    Raises ConfigError where even the prompts differ.
+    Raises ConfigError if the prompts differ.
     """
     shared = shared_tokens(found, expected)
     ours: dict[str, torch.Tensor] = {}
@@ -222,7 +223,7 @@ def common_rows(
 
 
 def _rows_by_key(recording: Recording, stage: str, shared: int) -> dict[tuple[int, ...], int]:
-    """A stage's rows by all that they rest on but the shared tokens: position, and the drafts up to their level."""
+    """Return a stage's rows by what they depend on beside shared tokens: position, and drafts up to their level."""
     if stage.startswith("target."):
         count = len(recording.stages[stage])
         first = len(recording.tokens) - 1 - count
@@ -234,7 +235,7 @@ def _rows_by_key(recording: Recording, stage: str, shared: int) -> dict[tuple[in
 
 
 def differences(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[StageDifference]:
-    """Every stage that both have, in the order of `found`. Raises ConfigError for stages of different shapes."""
+    """Compare all common stages, in the order of `found`. Raises ConfigError for stages of different shapes."""
     result = []
     for stage, rows in found.items():
         if stage not in expected:

@@ -1,6 +1,6 @@
-"""This package makes one EAGLE3 draft model of another, or random ones for a geometry.
+"""This package makes smaller EAGLE3 draft models of published ones, and random draft models for a geometry.
 
-They know checkpoints and text, and no steps.
+It uses checkpoints and text, and knows nothing of steps.
 """
 
 from lowlat.tools.draft_model.shrink import Shrunk, shrink_draft_model

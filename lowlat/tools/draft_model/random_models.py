@@ -1,4 +1,4 @@
-"""Random draft models for a named geometry: their geometry alone, or files in the layout that theirs are published in.
+"""This module makes random draft models for a named geometry: the geometry alone, or files in the published layouts.
 
     method  layout     embedding and LM head     of several layers
     eagle3  SpecForge  the target's; its own     one
@@ -6,7 +6,7 @@
     dflash  z-lab      the target's; the target's
     dspark  DeepSpec   its own; its own
 
-The attention of DFlash's and DSpark's layers norms queries and keys, as theirs does whatever the target is.
+In DFlash's and DSpark's layers attention norms queries and keys, for any target, as in the published models.
 """
 
 import json
@@ -54,7 +54,7 @@ DRAFT_MODELS: Mapping[str, type[Eagle3Speculator] | type[DflashSpeculator]] = {
 
 
 def draft_config(head: Head, target: ModelConfig, method: str = "eagle3") -> Eagle3Config | DflashConfig:
-    """The geometry of a draft model for a target, with the heads of its first layer with attention.
+    """Return the geometry of a draft model, with the attention heads of the target's first attention layer.
 
     Raises ConfigError for sizes that no such draft model has.
     """
@@ -93,7 +93,7 @@ def draft_config(head: Head, target: ModelConfig, method: str = "eagle3") -> Eag
 
 
 def random_speculator(geometry: Geometry, target: ModelConfig, method: str) -> Speculator:
-    """The speculator of a geometry's draft model, without files. Raises ConfigError where the geometry has none."""
+    """Plan the speculator of a geometry's draft model, without files. Raises ConfigError if it has none."""
     if method == MtpConfig.method:
         return MtpSpeculator(mtp_config(target))
     config = draft_config(geometry.drafter(method), target, method)
@@ -109,9 +109,9 @@ def random_speculator(geometry: Geometry, target: ModelConfig, method: str) -> S
 def write_draft_model(
     geometry: Geometry, target: ModelConfig, directory: Path, seed: int = 1, *, method: str = "eagle3"
 ) -> Path:
-    """Write a geometry's random draft model for a target; return its directory.
+    """Write a geometry's random draft model for a target; returns its directory.
 
-    Raises ConfigError where the geometry has none of that method.
+    Raises ConfigError if the geometry has none of that method.
     """
     from safetensors.torch import save_file
 
@@ -122,7 +122,7 @@ def write_draft_model(
         parts = made.split([piece.shape[0] for piece in recipe.pieces]) if len(recipe.pieces) > 1 else (made,)
         for piece, part in zip(recipe.pieces, parts, strict=True):
             name = piece.name.replace("layers.0.", "midlayer.") if config.layout == "specforge" else piece.name
-            tensors[name] = part.clone() if len(parts) > 1 else part  # files hold no memory twice
+            tensors[name] = part.clone() if len(parts) > 1 else part  # safetensors refuses shared memory
     if config.own_draft_map:
         tensors["d2t"] = torch.zeros(config.draft_vocab_size, dtype=torch.int64)  # the lowest ids of the target
     if method == "peagle":
@@ -135,13 +135,13 @@ def write_draft_model(
 
 
 def write_mtp_layer(target: ModelConfig, directory: Path, seed: int = 1) -> None:
-    """Write a random MTP layer as the only weights in a target's directory, whose own weights come from elsewhere."""
+    """Write a random MTP layer into a target's directory, as its only weights; the target's own are not in files."""
     from safetensors.torch import save_file
 
     noise, tensors = Noise(seed), dict[str, torch.Tensor]()
     for recipe in mtp_recipes(mtp_config(target), TORCH_DTYPES["bfloat16"]):
         for piece in recipe.pieces:
-            is_norm = len(piece.shape) == 1  # files of norms that multiply by 1 + w
+            is_norm = len(piece.shape) == 1  # files store w of norms that multiply by 1 + w
             made = torch.zeros(piece.shape) if is_norm else noise.weight(recipe.weight, piece.shape, torch.bfloat16)
             tensors.setdefault(piece.name, made.to(torch.bfloat16))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -159,7 +159,7 @@ def _recipes(config: DraftConfig) -> list[Recipe]:
 
 
 def _published(config: DraftConfig, target: ModelConfig) -> dict[str, Any]:
-    """The config.json of a draft model for a geometry."""
+    """Return a draft model's config.json for a geometry."""
     layers = {
         "model_type": "llama",
         "hidden_size": config.hidden_size,

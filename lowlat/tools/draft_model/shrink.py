@@ -1,7 +1,7 @@
-"""This module makes a draft model of a smaller vocabulary of one with a larger: its LM head has fewer rows.
+"""This module shrinks a draft model's vocabulary: it writes a copy whose LM head has fewer rows.
 
-A token outside the draft vocabulary is never drafted, and output stays the target's; acceptance pays for the speed. The
-new directory keeps the layout's names, so that whatever reads the old head reads the new one.
+Tokens outside the draft vocabulary are never drafted. The output stays the target's; drafting is faster, and acceptance
+lower. The new directory keeps the layout's names, so that readers of the old draft model can read the new one.
 """
 
 import json
@@ -44,11 +44,11 @@ class Shrunk:
     old_bytes: int
     new_bytes: int
     lm_head_row_bytes: int
-    not_kept: tuple[int, ...]  # asked for, but the old head does not draft them either
+    not_kept: tuple[int, ...]  # ids to keep that the old draft model does not draft either
 
 
 def head_vocabulary(directory: str | Path, target: str | Path | None = None) -> int:
-    """The size of a draft model's target vocabulary, from its config; from its target's where one is given.
+    """Return the size of a draft model's target vocabulary: from the target's config if given, else from its own.
 
     Raises ConfigError.
     """
@@ -72,12 +72,12 @@ def shrink_draft_model(
     keep: Collection[int] = (),
     target: str | Path | None = None,
 ) -> Shrunk:
-    """Write a draft model that drafts the `draft_vocab` ids that occur most, of those that it drafts already.
+    """Write a draft model for the `draft_vocab` most frequent of the ids that the old one drafts.
 
     counts  [V] int64, occurrences by target id; ties go to the lower id
-    keep    ids that stay whatever their count
-    target  the target's directory; needed where the draft model uses the target's LM head
-    The new directory must not be there, or be empty; it appears whole or not at all. Raises ConfigError.
+    keep    ids that stay at any count
+    target  the target's directory; needed if the draft model uses the target's LM head
+    The new directory must be empty or not exist; it appears complete or not at all. Raises ConfigError.
     """
     directory, out = Path(directory), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -107,12 +107,12 @@ def shrink_draft_model(
 
 
 def _name(tensors: DraftTensors, name: str) -> str:
-    """The stored name of a tensor that may be new; a new one has the plain name, as all layouts have it."""
+    """Return the stored name of a tensor; if it is new, the plain name, which all layouts have."""
     return tensors.stored.get(name, name)
 
 
 def _lm_head(tensors: DraftTensors, vocab: int, target: Path | None, model: ModelConfig | None) -> torch.Tensor:
-    """The draft model's LM head, [Vd, H], or the target's, [V, H]."""
+    """Read the draft model's LM head, [Vd, H], or the target's, [V, H]."""
     if "lm_head.weight" in tensors:
         entry = tensors.entry("lm_head.weight", 2)
         if entry.dtype not in ("BF16", "F16", "F32") or not 1 <= entry.shape[0] <= vocab:
@@ -139,7 +139,7 @@ def _lm_head(tensors: DraftTensors, vocab: int, target: Path | None, model: Mode
 def _chosen_rows(
     old_ids: torch.Tensor, counts: torch.Tensor, draft_vocab: int, keep: Collection[int]
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Rows of the old LM head that stay, ascending; and the ids to keep that it does not have."""
+    """Return the rows of the old LM head that stay, ascending, and the ids to keep that it lacks."""
     row_of = {int(token): row for row, token in enumerate(old_ids.tolist())}
     wanted = sorted(set(keep))
     kept = [row_of[token] for token in wanted if token in row_of]
@@ -152,7 +152,7 @@ def _chosen_rows(
 def _write(
     directory: Path, out: Path, stored: dict[str, torch.Tensor], draft_vocab: int, model: ModelConfig | None
 ) -> None:
-    """Write the directory next to its place and move it there when it has been read back."""
+    """Write the directory beside its final place, read it back, and move it there."""
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)
@@ -163,7 +163,7 @@ def _write(
         config = _config(read_object(directory / "config.json"), draft_vocab)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(stored, partial / "model.safetensors", metadata={"format": "pt"})
-        (partial / "model.safetensors").chmod(0o644)  # the library makes it its owner's alone
+        (partial / "model.safetensors").chmod(0o644)  # the library creates it for its owner alone
         if model is not None:
             load_draft_model(partial, model)
         partial.replace(out)
@@ -174,7 +174,7 @@ def _write(
 
 
 def _config(config: dict[str, Any], draft_vocab: int) -> dict[str, Any]:
-    """The config with the new size; a draft model that has an LM head of its own is tied to nothing any more."""
+    """Return the config with the new size, untied, since the new LM head is its own."""
     changed = {**config, "draft_vocab_size": draft_vocab}
     nested = changed.get("transformer_layer_config")
     if isinstance(nested, dict):

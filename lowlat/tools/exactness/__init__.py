@@ -1,4 +1,4 @@
-"""This package proves on a user's own pair that answers are those of plain decoding, and how close to FP32 they are.
+"""This package checks on a user's own pair that answers equal plain decoding, and how close numbers are to FP32.
 
 `measure_exactness` compares answers token for token, `measure_fidelity` distributions with those of transformers.
 """

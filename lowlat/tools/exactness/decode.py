@@ -1,4 +1,4 @@
-"""This module decodes a group of requests, some of which are cancelled, or all paused, meanwhile."""
+"""This module decodes a group of requests; meanwhile it may cancel some, or pause all."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ from lowlat.tools.exactness.requests import Request
 __all__ = ["Meddler", "cancelling", "decode", "pausing"]
 
 CANCELLED_AFTER = 2  # tokens
-# is given the runtime, the requests in order and the tokens of each that has not ended; returns those that it cancelled
+# takes the runtime, the requests in order and the tokens of each live one; returns the requests that it cancelled
 Meddler = Callable[[Runtime, Sequence[str], dict[str, list[int]]], set[str]]
 
 
@@ -25,9 +25,9 @@ def cancelling(runtime: Runtime, names: Sequence[str], live: dict[str, list[int]
 
 
 def pausing(runtime: Runtime, names: Sequence[str], live: dict[str, list[int]]) -> set[str]:
-    """Pause all requests that have tokens, and let them go on; between two steps each gives its slot away."""
+    """Pause all requests that have tokens, then resume them, so that each leaves its slot between two steps."""
     paused = [name for name in names if live.get(name) and runtime.pause(name)]
-    for name in reversed(paused):  # another slot than before, where there are several
+    for name in reversed(paused):  # with several slots each gets another one
         runtime.resume(name)
     return set()
 
@@ -41,11 +41,11 @@ def decode(
     session: NamedSession | None = None,
     logprobs: dict[str, list[TokenLogprobs]] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """The answers of requests that decode together, by name; those that were cancelled are left out.
+    """Decode requests together; returns their answers by name, without cancelled ones.
 
-    session   to which the requests belong
+    session   the session to which the requests belong
     logprobs  gets the logprobs of each answer that has them
-    Raises LowlatError where one fails.
+    Raises LowlatError if one fails.
     """
     tokens = dict[str, list[int]]()
     for request in group:

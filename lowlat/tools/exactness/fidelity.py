@@ -1,9 +1,9 @@
-"""This module measures how far a target's distributions lie from FP32, next to transformers' in bfloat16.
+"""This module measures the distance of a target's distributions from FP32, beside that of transformers in bfloat16.
 
-Rows come from the runtime's own work: of prompts, every position that prefill computes, over the whole vocabulary; of
-answers, every step of a runtime that speculates, over the likeliest tokens and the sum of the rest. transformers reads
-the same tokens in float32, which is the truth here, and in bfloat16. Both must be met: the KL divergence from FP32,
-and the error of each token's own logprob, are no larger than transformers', by the upper bound of a bootstrap.
+Rows come from the runtime's own work. For prompts, they are all positions of prefill, over the whole vocabulary; for
+answers, all steps of a runtime that speculates, over the likeliest tokens and the sum of the rest. transformers reads
+the same tokens in float32, the reference, and in bfloat16. A target passes if both its KL divergence from FP32 and the
+error of each token's own logprob are no larger than those of transformers, by the upper bound of a bootstrap.
 """
 
 import gc
@@ -29,7 +29,7 @@ from lowlat.tools.transformers_model import open_transformers, transformers_vers
 
 __all__ = ["Compared", "Fidelity", "Rows", "check_positions", "compared", "measure_fidelity"]
 
-WINDOW = 256  # tokens of a prompt that is read
+WINDOW = 256  # tokens of a prompt
 MAX_WINDOWS = 16
 BLOCK = 16  # neighbouring positions that a bootstrap draws together
 LEAST_BLOCKS = 8
@@ -39,7 +39,7 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Compared:
-    """An error of lowlat's and of transformers' in bfloat16, both from float32; the mean over positions.
+    """An error of lowlat and of transformers in bfloat16, both against float32; means over positions.
 
     ratio         lowlat's over transformers'
     lower, upper  its 95 % interval
@@ -59,7 +59,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Rows:
-    """One kind of rows.
+    """The errors of one kind of rows.
 
     name       `prompts` or `steps`
     kl         KL divergence of the distributions from float32's, nats a position
@@ -92,7 +92,7 @@ class Fidelity:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """The verdict, in one sentence."""
         missed = [
             (f"{name} over {each.name} {found.ratio:.3g} x, {found.lower:.3g} to {found.upper:.3g}", found.lower > 1)
             for each in self.rows
@@ -114,7 +114,7 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A prompt and its answer, with what the runtime said of each of its tokens."""
+    """A prompt and its answer, with the runtime's logprobs of its tokens."""
 
     tokens: Tokens
     num_prompt: int
@@ -133,12 +133,12 @@ def measure_fidelity(
 ) -> Fidelity:
     """Compare a target's distributions with those of transformers in float32 and bfloat16, on the same device.
 
-    speculative  the answers' drafts; None: they have none
+    speculative  how answers are drafted; None: without drafts
     prompts      texts, or lists of token ids
-    max_tokens   of an answer, which is sampled at temperature 1
-    The other arguments are those of `measure_exactness`. What a runtime rounds (`quantize`, an FP8 cache) counts as
-    its error. Raises ConfigError for a target that transformers cannot load, or that is computed in float32, and where
-    there are too few positions.
+    max_tokens   the most tokens of an answer, which is sampled at temperature 1
+    The other arguments are those of `measure_exactness`. Rounding by the runtime (`quantize`, an FP8 cache) counts as
+    its error. Raises ConfigError for a target that transformers cannot load, or that is computed in float32, and for
+    too few positions.
     """
     with load(target, speculative, None, max_batch=BATCH, **options) as runtime:
         dtype, choice = runtime.model_config.dtype, runtime.device_choice
@@ -167,7 +167,7 @@ def measure_fidelity(
 
 
 def check_positions(num_positions: int) -> None:
-    """Raise ConfigError for positions that are too few for an interval."""
+    """Raise ConfigError for too few positions for an interval."""
     if math.ceil(num_positions / BLOCK) < LEAST_BLOCKS:
         raise ConfigError(
             f"{num_positions} positions say too little; give prompts and tokens for {LEAST_BLOCKS * BLOCK}"
@@ -175,7 +175,7 @@ def check_positions(num_positions: int) -> None:
 
 
 def compared(own: torch.Tensor, other: torch.Tensor) -> Compared:
-    """Errors [n] of both by position, compared over blocks of neighbours. Raises ConfigError for too few."""
+    """Compare both errors [n] by position, over blocks of neighbours. Raises ConfigError for too few."""
     check_positions(len(own))
     mine, theirs = block_sums(own, BLOCK), block_sums(other, BLOCK)
     lower, upper = bootstrap(len(mine), lambda drawn: mine[drawn].sum(1) / theirs[drawn].sum(1))
@@ -196,7 +196,7 @@ def _rows(name: str, own: torch.Tensor, other: torch.Tensor) -> Rows:
 
 
 def _answers(runtime: Any, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> Iterator[_Answer]:
-    """The answers to prompts, decoded in groups."""
+    """Decode the answers to prompts, in groups."""
     settings: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "logprobs": MAX_LOGPROBS}
     requests = [
         Request(str(place), ids, SamplingParams(max_tokens=max_tokens, seed=place, **settings))
@@ -210,7 +210,7 @@ def _answers(runtime: Any, prompts: Sequence[tuple[int, ...]], max_tokens: int) 
 
 
 def _windows(prompts: Sequence[tuple[int, ...]], size: int) -> Iterator[Tokens]:
-    """All prompts one after the other, in windows."""
+    """Cut all prompts, one after the other, into windows."""
     tokens = [token for ids in prompts for token in ids]
     for start in range(0, min(len(tokens), size * MAX_WINDOWS), size):
         window = tokens[start : start + size]
@@ -220,7 +220,7 @@ def _windows(prompts: Sequence[tuple[int, ...]], size: int) -> Iterator[Tokens]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """The logprobs of a model: of windows [n, V], and of the tokens that answers list [n, 1 + k]; on the host."""
+    """A model's logprobs on the host: of windows [n, V], and of the tokens listed in answers [n, 1 + k]."""
 
     windows: list[torch.Tensor]
     listed: list[torch.Tensor]
@@ -230,7 +230,7 @@ class _Reading:
 def _read(
     target: Path, dtype: torch.dtype, device: torch.device, windows: Sequence[Tokens], answers: Sequence[_Answer]
 ) -> _Reading:
-    """Read windows and answers by transformers in a dtype; its memory is free after that."""
+    """Read windows and answers with transformers in a dtype, and free its memory."""
     config = read_model_config(target)
     stored = STORED_FORMATS["bf16" if config.experts is None else config.experts.weight_format]
     _release()
@@ -256,24 +256,24 @@ def _errors(right: torch.Tensor, found: torch.Tensor, window: Tokens) -> torch.T
 
 
 def _ids(answer: _Answer) -> torch.Tensor:
-    """For each token of an answer the token itself and the likeliest ones at its place, [n, 1 + k]."""
+    """Return for each token of an answer the token itself and the likeliest ones there, [n, 1 + k]."""
     return torch.tensor([[each.token_id, *(token for token, _ in each.top)] for each in answer.logprobs])
 
 
 def _listed(rows: torch.Tensor, answer: _Answer) -> torch.Tensor:
-    """Logprobs of those tokens, [n, 1 + k] float64, of the rows of prompt and answer."""
+    """Return logprobs of the tokens of `_ids`, [n, 1 + k] float64, from the rows of prompt and answer."""
     answered = rows[answer.num_prompt - 1 :]
     return answered.gather(1, _ids(answer).to(rows.device)).double().cpu()
 
 
 def _said(answer: _Answer) -> torch.Tensor:
-    """The same as the runtime said it."""
+    """Return the same logprobs as the runtime reported them."""
     rows = [[each.logprob, *(logprob for _, logprob in each.top)] for each in answer.logprobs]
     return torch.tensor(rows, dtype=torch.float64)
 
 
 def _step_errors(right: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """As `_errors`, of logprobs [n, 1 + k]; the KL divergence is over the k tokens and the sum of all others."""
+    """Return `_errors` of logprobs [n, 1 + k]; the KL divergence is over the k tokens and the sum of all others."""
 
     def whole(listed: torch.Tensor) -> torch.Tensor:
         rest = (1.0 - listed.exp().sum(-1, keepdim=True)).clamp_min(math.ulp(1.0))
@@ -285,7 +285,7 @@ def _step_errors(right: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
 
 
 def _release() -> None:
-    """Give memory of models that are no longer needed back to the device."""
+    """Free the device memory of models that are no longer needed."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

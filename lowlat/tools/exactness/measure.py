@@ -1,9 +1,9 @@
 """This module checks every answer of a user's own pair against the same request decoded alone without drafts.
 
 A plain runtime (one slot, no speculation, no shared prefixes) answers each request first. Then a runtime that
-speculates answers the same requests at every draft length, next to neighbours, paused between steps, after a shared
-prefix, in sessions that fork or come from files, and at chosen draft lengths. Answers must be equal token for token:
-losslessness is of bits, so a sampled request with its seed counts as a greedy one does.
+speculates answers the same requests at each draft length, beside neighbours, paused between steps, after a shared
+prefix, in sessions that fork or come from files, and at chosen draft lengths. Answers must be equal token for token.
+Bits are lossless, so this holds for sampled requests with a seed as for greedy ones.
 """
 
 import tempfile
@@ -40,12 +40,12 @@ def measure_exactness(
 ) -> Exactness:
     """Decode the prompts plainly and in every other way, and compare.
 
-    speculative  with the longest draft length that is tried, `num_speculative_tokens`; shorter ones are, too
+    speculative  has the longest draft length, `num_speculative_tokens`; shorter ones are tried, too
     prompts      texts, or lists of token ids
-    max_tokens   of an answer
-    load         makes a runtime: (target, speculative, max_context, **options)
-    report       is told of each sweep as it ends
-    options      of the runtimes, for instance device
+    max_tokens   the most tokens of an answer
+    load         load(target, speculative, max_context, **options) makes a runtime
+    report       is called with each sweep when it has ended
+    options      options of the runtimes, for instance device
     Raises ConfigError for a pair that cannot be loaded, LowlatError for a request that fails.
     """
     with load(target, None, None, max_batch=1, prefix_reuse=False, **options) as runtime:
@@ -110,7 +110,7 @@ def _run(
 
 
 def _forked(runtime: Runtime, talks: Sequence[tuple[Conversation, Path]], plain: Answers) -> Sweep:
-    """A first turn, which is saved and forked; then the session's next turn, and the fork's."""
+    """Decode first turns, save and fork the sessions, and decode the next turns of sessions and forks."""
     sweep = Sweep(FORKED, skipped=None if talks else "max_context has no room for a chunk and a turn after it")
     for number, (talk, file) in enumerate(talks):
         session = runtime.session(f"exactness-{number}")
@@ -125,7 +125,7 @@ def _forked(runtime: Runtime, talks: Sequence[tuple[Conversation, Path]], plain:
 
 
 def _restored(runtime: Runtime, talks: Sequence[tuple[Conversation, Path]], plain: Answers) -> Sweep:
-    """The next turns of sessions that another runtime has saved after their first."""
+    """Decode the next turns of sessions that another runtime saved after their first turns."""
     sweep = Sweep(RESTORED, skipped=None if talks else "no session was saved")
     for talk, file in talks:
         session = runtime.load_session(file)

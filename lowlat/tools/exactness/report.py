@@ -1,4 +1,4 @@
-"""This is the report of a check of exactness: sweeps, the first difference of each, and a verdict."""
+"""This module has the report of a check of exactness: sweeps, the first difference of each, and a verdict."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -8,12 +8,12 @@ from lowlat.engine.runtime import Runtime
 
 __all__ = ["SEPARATOR", "Difference", "Exactness", "Sweep"]
 
-SEPARATOR = ": "  # between a sweep and a request in the name that a runtime knows it by
+SEPARATOR = ": "  # between sweep and request in a runtime's request ids
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token at which an answer differs from the plain one; None: an answer that ended there."""
+    """The first token at which an answer differs from the plain one; None: that answer ended there."""
 
     request: str
     position: int
@@ -27,13 +27,13 @@ class Sweep:
 
     name           for instance `draft length 3`
     requests       answers that were compared
-    tokens         tokens of them
+    tokens         their tokens
     drafted        draft tokens that were verified, of all requests
-    accepted       of those, accepted
+    accepted       draft tokens that were accepted
     cached_tokens  tokens of prompts whose keys and values were shared
-    different      answers that were not the plain ones
-    first          the first of these
-    skipped        why it was not run; None where it was
+    different      answers that differ from the plain ones
+    first          the first of these differences
+    skipped        why it was not run; None if it was
     """
 
     name: str
@@ -49,7 +49,7 @@ class Sweep:
     def compare(
         self, runtime: Runtime, answers: Mapping[str, tuple[int, ...]], plain: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Add answers, each by its request's name."""
+        """Compare answers, by request names, and count them."""
         for name, tokens in answers.items():
             self.requests += 1
             self.tokens += len(tokens)
@@ -85,7 +85,7 @@ class Exactness:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """The verdict, in one sentence."""
         different = [sweep for sweep in self.sweeps if sweep.different]
         if different:
             count, first = sum(sweep.different for sweep in different), different[0].first
@@ -101,7 +101,7 @@ class Exactness:
 
 
 def _difference(name: str, expected: Sequence[int], found: Sequence[int]) -> Difference:
-    """Where two answers part."""
+    """Return the first difference of two answers."""
     pairs: list[tuple[int | None, int | None]] = list(zip(expected, found, strict=False))
     place = next((place for place, (left, right) in enumerate(pairs) if left != right), len(pairs))
     return Difference(

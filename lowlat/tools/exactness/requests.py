@@ -22,11 +22,11 @@ __all__ = [
     "prompt_ids",
 ]
 
-PREFIX_TOKENS = 8  # of an answer after a shared prefix, and of a session's turn
-ADDED_TOKENS = 4  # that a session's next turn adds to what it has
+PREFIX_TOKENS = 8  # tokens of an answer after a shared prefix, and of a session's turn
+ADDED_TOKENS = 4  # tokens that a session's next turn adds
 ANSWERED: dict[str, Any] = {"max_tokens": PREFIX_TOKENS, "ignore_eos": True, "temperature": 1.0}
 
-# how requests choose their tokens; each prompt is asked in all of these ways
+# sampling settings; each prompt is tried with all of them
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "seed": 17},
@@ -41,7 +41,7 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how its tokens are chosen.
+    """A prompt with its sampling parameters.
 
     prompt  token ids
     """
@@ -53,9 +53,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A session: its first turn, and the token ids that its next turn and its fork's add to all before.
+    """A session: its first turn, and the token ids that its next turn and its fork's next turn add.
 
-    answer  the plain one of the first turn
+    answer  the plain answer to the first turn
     """
 
     first: Request
@@ -64,19 +64,19 @@ class Conversation:
     added_to_fork: tuple[int, ...]
 
     def turn(self, name: str, history: Sequence[int]) -> Request:
-        """The turn after a history of prompt and answer: `next` of the session, `fork` of its fork."""
+        """Return the turn after a history of prompt and answer: `next` of the session, `fork` of its fork."""
         added = self.added if name == "next" else self.added_to_fork
         return Request(f"{self.first.name}, {name} turn", (*history, *added), self.first.params)
 
     @property
     def turns(self) -> tuple[Request, Request]:
-        """The next turn and the fork's, after what plain decoding answers."""
+        """Return the next turn and the fork's, after the plain answer."""
         history = (*self.first.prompt, *self.answer)
         return self.turn("next", history), self.turn("fork", history)
 
 
 def prompt_ids(runtime: Runtime, prompt: Sequence[int] | str) -> tuple[int, ...]:
-    """A prompt's token ids. Raises ConfigError for a text where there is no tokenizer."""
+    """Return a prompt's token ids. Raises ConfigError for a text without a tokenizer."""
     if not isinstance(prompt, str):
         return tuple(prompt)
     if runtime.codec is None:
@@ -85,7 +85,7 @@ def prompt_ids(runtime: Runtime, prompt: Sequence[int] | str) -> tuple[int, ...]
 
 
 def asked(runtime: Runtime, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> Iterator[Request]:
-    """Each prompt in each setting; the first one under grammars, where there is an engine of them."""
+    """Make requests of each prompt in each setting, and of the first prompt under grammars, if these are available."""
     for place, ids in enumerate(prompts):
         for name, setting in SETTINGS.items():
             yield Request(f"prompt {place}, {name}", ids, SamplingParams(max_tokens=max_tokens, **setting))
@@ -96,16 +96,16 @@ def asked(runtime: Runtime, prompts: Sequence[tuple[int, ...]], max_tokens: int)
 
 
 def _whole_chunks(runtime: Runtime, beyond: int, most: int) -> int:
-    """Chunks of a prompt, at most `most`, after which the context has `beyond` tokens and an answer left."""
+    """Return the chunks of a prompt, at most `most`, that leave `beyond` tokens and an answer of the context."""
     room = runtime.geometry.max_context - PREFIX_TOKENS - beyond
     return min(most, room // runtime.config.prefill_chunk)
 
 
 def prefixes(runtime: Runtime, ids: Sequence[int]) -> Iterator[Request]:
-    """Beginnings of two long prompts, of every length modulo a block of the KV cache past the last whole chunk.
+    """Make prefixes of two long prompts, which end at each position of a KV block after the last complete chunk.
 
     ids  tokens to draw them from
-    The prompts differ in their first chunk alone, so that chunks of equal text follow unequal ones.
+    The prompts differ only in their first chunk, so that chunks of equal text follow unequal ones.
     """
     config = runtime.config
     chunks = _whole_chunks(runtime, config.block_size, 2)
@@ -120,7 +120,7 @@ def prefixes(runtime: Runtime, ids: Sequence[int]) -> Iterator[Request]:
 
 
 def conversations(runtime: Runtime, ids: Sequence[int]) -> Iterator[Request]:
-    """The first turns of sessions: one ends just past a whole chunk, the other's answer fills one.
+    """Make first turns of sessions: one ends just after a complete chunk, the other's answer completes one.
 
     ids  tokens to draw them from
     """
@@ -133,6 +133,6 @@ def conversations(runtime: Runtime, ids: Sequence[int]) -> Iterator[Request]:
 
 
 def conversation(first: Request, answer: tuple[int, ...], ids: Sequence[int]) -> Conversation:
-    """A session by its first turn and the plain answer to it; `ids` as in `conversations`."""
+    """Make a session of its first turn and the plain answer to it; `ids` as in `conversations`."""
     added = [tuple(Random(seed).choices(ids, k=ADDED_TOKENS)) for seed in range(2)]
     return Conversation(first, answer, *added)

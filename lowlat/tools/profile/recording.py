@@ -1,8 +1,7 @@
-"""This module records where a decode step's time goes on a GPU, and gives kernels to stages.
+"""This module records where a decode step's time goes on a GPU, and assigns kernels to stages.
 
-Steps are run as a caller's are, through `Runtime.step`, and the kernels inside a replayed graph are recorded by
-torch's profiler (CUPTI). It knows executors; what each launch is for is in `sites`, the arithmetic in `times` and
-`report`.
+It runs steps like a caller, through `Runtime.step`; torch's profiler (CUPTI) records the kernels inside a replayed
+graph. `sites` knows the purpose of each launch, `times` and `report` do the arithmetic.
 """
 
 import time
@@ -47,7 +46,7 @@ __all__ = [
 ]
 
 WARM_UP = 5  # steps before anything is timed
-LEAD = 2  # recorded steps that do not count: the profiler's own start falls into them
+LEAD = 2  # recorded steps that do not count, because the profiler starts in them
 OURS = ("lowlat", "kernels")  # parts of the names of all kernels of this package, mangled or not
 
 Record = Callable[[Callable[[], None], Sequence[torch.device]], list[list[KernelEvent]]]
@@ -56,7 +55,7 @@ Update = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Room:
-    """How long the prompts may be, and what is left for the steps."""
+    """The length of the prompts, and the tokens left for the steps."""
 
     prompt_length: int
     max_tokens: int
@@ -79,7 +78,7 @@ class GpuRow:
 
     @classmethod
     def of(cls, device: torch.device, summary: Summary) -> "GpuRow":
-        """A rank's row."""
+        """Make a rank's row."""
         all_reduce = summary.all_reduce
         times = (0.0, 0.0) if all_reduce is None else (all_reduce.time_us, all_reduce.fused_us)
         return cls(str(device), summary.step_us, *times, summary.idle.share)
@@ -87,7 +86,7 @@ class GpuRow:
 
 @dataclass(frozen=True)
 class Profile:
-    """A recording, with its conditions; of several ranks steps and summary are the first one's.
+    """A recording, with its conditions; with several ranks, steps and summary are those of the first.
 
     contexts  tokens of each request, in order of submission, at the first recorded step
     host_us   a step by the host's clock, without the profiler: the median of as many steps
@@ -118,7 +117,7 @@ class Profile:
 
 
 def choose_gpu(device: str, executor: str) -> DeviceChoice:
-    """The GPU to profile on. Raises ConfigError where there is none that can be used."""
+    """Choose the GPU to profile on. Raises ConfigError if none can be used."""
     choice = choose_device(device, "auto" if device in ("auto", "cpu") else executor)
     if not choice.has_kernels:
         raise ConfigError(f"lowlat profile needs an NVIDIA GPU, and there is none to use: {choice.reason}")
@@ -126,7 +125,7 @@ def choose_gpu(device: str, executor: str) -> DeviceChoice:
 
 
 def gpu_wall(device: torch.device) -> float:
-    """The GPU's memory bandwidth, GB/s; the memory that it takes to measure it is given back."""
+    """Measure the GPU's memory bandwidth, GB/s, and free the memory for it."""
     with torch.cuda.stream(torch.cuda.Stream(device)):
         wall = measure_wall(device)
     torch.cuda.empty_cache()
@@ -136,10 +135,10 @@ def gpu_wall(device: torch.device) -> float:
 def find_room(
     context: int, max_position: int, *, batch: int, num_speculative_tokens: int, num_steps: int, prefill_chunk: int
 ) -> Room:
-    """Room for the steps after a context of this length; the prompt is shortened where the model's end is near.
+    """Find room for the steps after a context of this length; shorten the prompt near the model's last position.
 
     While one request prefills those before it decode, one token a step; one step may be run ahead of its caller.
-    Raises ConfigError where there is no room.
+    Raises ConfigError if there is no room.
     """
     waiting = 1 + batch * (1 + -(-context // prefill_chunk))
     steps = WARM_UP + num_steps + LEAD + num_steps + 1
@@ -154,7 +153,7 @@ def find_room(
 
 
 def random_prompts(vocab_size: int, batch: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of random tokens, all different, so that no request shares another's keys and values."""
+    """Draw prompts of random tokens, all different, so that no request shares another's keys and values."""
     generator = torch.Generator().manual_seed(seed)
     prompts: list[list[int]] = torch.randint(vocab_size, (batch, length), generator=generator).tolist()
     return prompts
@@ -163,7 +162,7 @@ def random_prompts(vocab_size: int, batch: int, length: int, seed: int = 0) -> l
 def start_decoding(
     runtime: Runtime, prompts: Sequence[Sequence[int]], max_tokens: int, progress: Update | None = None
 ) -> dict[str, int]:
-    """Submit greedy requests that go on to `max_tokens`, and step until all decode; their lengths by request.
+    """Submit greedy requests of `max_tokens`, and step until all decode; returns their lengths by request.
 
     progress   called with steps done and steps needed
     Raises LowlatError for a request that ends before.
@@ -184,7 +183,7 @@ def start_decoding(
 
 
 def _step(runtime: Runtime, lengths: dict[str, int], depth: int | None = None) -> None:
-    """One step; adds what each request gained to its length. Raises LowlatError for one that ends."""
+    """Run one step, and add each request's new tokens to its length. Raises LowlatError if one ends."""
     for output in runtime.step(depth):
         if output.finish_reason is not None:
             raise LowlatError(f"{output.request_id} ended early ({output.finish_reason}): {output.error or 'no error'}")
@@ -202,7 +201,7 @@ def profile_steps(
 
     lengths   of the requests that `start_decoding` brought to decoding; all of them decode on
     record    runs a function and returns the kernels that ran meanwhile; None: `record_kernels`
-    Raises LowlatError where the recorded kernels are not those of whole steps.
+    Raises LowlatError if the recorded kernels are not those of whole steps.
     """
     bucket = runtime.scheduler.choose_bucket(runtime.num_speculative_tokens)
     chosen = []
@@ -236,7 +235,7 @@ def profile_steps(
 
 
 def record_kernels(run: Callable[[], None], devices: Sequence[torch.device]) -> list[list[KernelEvent]]:
-    """Run a function and return, by device, every kernel of this package that ran there meanwhile."""
+    """Run a function; returns, by device, the kernels of this package that ran meanwhile."""
     from torch.profiler import ProfilerActivity, profile
 
     def wait() -> None:
@@ -253,7 +252,7 @@ def record_kernels(run: Callable[[], None], devices: Sequence[torch.device]) -> 
 
 
 def own_kernels(events: Sequence[Any], index: int) -> list[KernelEvent]:
-    """The kernels of this package among torch's events of one device; copies and others' kernels are left out."""
+    """Return this package's kernels among torch's events of one device, without copies and others' kernels."""
     return [
         KernelEvent(event.name, event.time_range.start, event.time_range.end)
         for event in events
@@ -262,8 +261,7 @@ def own_kernels(events: Sequence[Any], index: int) -> list[KernelEvent]:
 
 
 def chosen_experts(runtime: Runtime, bucket: Bucket) -> float:
-    """Distinct experts that the rows of the last step chose, a layer, mean, a shared one included; 0.0 for a model
-    without any.
+    """Return the mean number of distinct experts in a layer of the last step, with a shared one; 0.0 without experts.
 
     It waits for all steps under way.
     """
@@ -275,5 +273,5 @@ def chosen_experts(runtime: Runtime, bucket: Bucket) -> float:
 
 
 def gpu_name(device: torch.device) -> str:
-    """The GPU's name."""
+    """Return the GPU's name."""
     return str(torch.cuda.get_device_name(device))

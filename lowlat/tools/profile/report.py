@@ -1,4 +1,4 @@
-"""This module sums recorded steps up by stage and by kernel, next to the bytes that must move.
+"""This module summarises recorded steps by stage and by kernel, with the bytes that they must move.
 
 All times are means over the recorded steps, so that stages add up to the step.
 """
@@ -18,13 +18,13 @@ __all__ = ["AllReduceRow", "KernelRow", "StageRow", "Summary", "summarise"]
 class StageRow:
     """One stage of a step, by the name of its range.
 
-    time_us        a step; None where another stage's kernels cover all of it
-    share          of the step's time
-    num_launches   a step
-    moved_bytes    that its launches must read a step
-    gb_per_s       those bytes over the time; None where there are none
+    time_us        time a step; None if another stage's kernels cover all of it
+    share          share of the step's time
+    num_launches   launches a step
+    moved_bytes    bytes that its launches must read a step
+    gb_per_s       those bytes over the time; None without bytes
     share_of_wall  that rate over the GPU's; None without bytes or without a wall
-    within         the stage whose kernels cover it, where it has none of its own
+    within         the stage whose kernels cover it, if it has none of its own
     """
 
     stage: str
@@ -39,10 +39,10 @@ class StageRow:
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One kernel in one stage, all its launches of a step together.
+    """One kernel in one stage: all of its launches in a step.
 
-    time_us      a step: how far the launches moved the latest end, see `times`
-    duration_us  one launch, from its start to its end: waiting for others included
+    time_us      time a step: how far the launches moved the latest end, see `times`
+    duration_us  time of one launch from its start to its end, with waits for others
     """
 
     stage: str
@@ -104,7 +104,7 @@ class Summary:
 
 
 def summarise(steps: Sequence[StepTimes], wall_gb_per_s: float | None, range_names: RangeNames = OWN_NAMES) -> Summary:
-    """Sum up recorded steps, at least one.
+    """Summarise recorded steps, at least one.
 
     wall_gb_per_s  what the GPU's memory delivers
     range_names    of stages, see `Program`

@@ -1,6 +1,6 @@
-"""This module lists the launches of a step as a profile sees them: stage, bytes, all-reduces.
+"""This module lists the launches of a step for a profile: stage, bytes, all-reduces.
 
-It learns that from the groups that a step was lowered to.
+It derives them from the fused groups to which the step was lowered.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ def call_sites(
     lengths: Sequence[Sequence[int]],
     num_experts: float = 0.0,
 ) -> tuple[CallSite, ...]:
-    """A step's launches in order; bytes are means over steps, of which `lengths` gives every request's tokens.
+    """Return a step's launches in order; bytes are means over steps, with each request's tokens from `lengths`.
 
     buffers      the step's state by name, of which the caches' shapes matter
     num_experts  distinct experts that a layer's rows choose, on average
@@ -43,7 +43,7 @@ def call_sites(
 
 
 def all_reduce_of(group: "LoweredGroup", place: int) -> AllReduce:
-    """How the `place`-th call of a group exchanges with other ranks: in a group that does, it is the last one."""
+    """Return how the `place`-th call of a group exchanges with other ranks; only the last call of a group may."""
     calls, kinds = group.kernel_calls, {op.kind for op in group.ops}
     if calls[place].kernel.function.__name__ == FORWARDING:
         return AllReduce.ALONE
@@ -59,7 +59,7 @@ def moved_bytes(
     lengths: Sequence[int],
     num_experts: float = 0.0,
 ) -> int:
-    """Bytes that the `place`-th call of a group must read: a GEMM's weight; experts' matrices; keys and values.
+    """Return the bytes that a group's `place`-th call must read: a GEMM's weight; experts' matrices; keys and values.
 
     lengths      tokens of every active request before the step
     num_experts  distinct experts that the rows choose: each one's matrices are read once

@@ -1,8 +1,8 @@
-"""This module finds the time of every call, stage and step from the starts and ends of recorded kernels.
+"""This module computes the time of each call, stage and step from the starts and ends of recorded kernels.
 
-Kernels overlap: a dependent launch starts early and waits for the one before it, so durations do not add up. A call's
-time is how far it moves the latest end so far, so that the times of calls add up to the step. Time in which a call
-waits because nothing was launched counts to it as well; the idle share tells how much that is.
+Kernels overlap: with programmatic dependent launch a kernel starts early and waits for the one before, so durations do
+not add up. A call's time is how far it moves the latest end so far; thus the times of calls add up to the step. It
+includes the time before the call in which no kernel ran; the idle share tells how much that is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ SHOWN = 100  # characters of a kernel's mangled name in a message
 
 @dataclass(frozen=True)
 class KernelEvent:
-    """One kernel as a profiler saw it: its name there, and its start and end on the device's clock, us."""
+    """One kernel in a profiler's record: its name there, and its start and end on the device's clock, us."""
 
     name: str
     start_us: float
@@ -28,7 +28,7 @@ class KernelEvent:
 
 
 class AllReduce(StrEnum):
-    """How a launch exchanges with other ranks."""
+    """The way in which a launch exchanges with other ranks."""
 
     NONE = "none"
     ALONE = "alone"  # it does little else: it gathers or adds rows, and norms them
@@ -65,7 +65,7 @@ class CallTime:
 
     @property
     def time_us(self) -> float:
-        """How far it moved the latest end; 0 where it ended before another that started earlier."""
+        """How far it moved the latest end; 0 if it ended before another that started earlier."""
         return self.end_us - self.begin_us
 
 
@@ -111,10 +111,10 @@ class Idle:
 
 
 def attribute(events: Sequence[KernelEvent], sites: Sequence[CallSite], *, skip: int = 0) -> list[StepTimes]:
-    """Give every event to its call, step by step, and leave out the first `skip` steps.
+    """Assign each event to its call, step by step, without the first `skip` steps.
 
     events  whole steps, in any order: by their starts, the i-th of a step is the i-th call's
-    Raises LowlatError where they are not whole steps, or a kernel is not the one that its place asks for.
+    Raises LowlatError if they are not whole steps, or a kernel is not the one of its call.
     """
     count = len(sites)
     if not count or not events or len(events) % count:
@@ -147,7 +147,7 @@ def _check_place(place: int, site: CallSite, event: KernelEvent) -> None:
 
 
 def idle_time(steps: Sequence[StepTimes]) -> Idle:
-    """How long no kernel ran, over all steps."""
+    """Return how long no kernel ran, over all steps."""
     events = sorted((call.event for step in steps for call in step.calls), key=lambda event: event.start_us)
     idle, first, front = 0.0, events[0].start_us, events[0].start_us
     for event in events:

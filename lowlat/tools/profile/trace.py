@@ -1,7 +1,7 @@
 """This module writes recorded steps as a trace for ui.perfetto.dev or chrome://tracing.
 
-Slices of one track must not cross, and kernels overlap: as many tracks of kernels are made as run at once. Stages are
-drawn by the times that count for them (see `times`), so that they neither overlap nor leave anything out.
+Slices of one track must not cross, and kernels overlap, so there are as many tracks of kernels as run at once. Stages
+are drawn with their times from `times`, so that they neither overlap nor leave gaps.
 """
 
 import json
@@ -31,7 +31,7 @@ def write_trace(path: Path, steps: Sequence[StepTimes], title: str, range_names:
 
 
 def make_trace(steps: Sequence[StepTimes], title: str, range_names: RangeNames = OWN_NAMES) -> dict[str, Any]:
-    """The trace as JSON values; times count from the first kernel's start."""
+    """Make the trace as JSON values; times count from the first kernel's start."""
     names_of = {stage: range_names.get(stage, str(stage)) for stage in Stage}
     clock = _Clock(min(call.event.start_us for call in steps[0].calls))
     lanes = _lanes([call for step in steps for call in step.calls])
@@ -93,7 +93,7 @@ def _named(kind: str, track: int, name: str) -> dict[str, Any]:
 
 
 def _lanes(calls: Sequence[CallTime]) -> list[int]:
-    """For each call, in order of starts, the first track on which no earlier kernel still runs."""
+    """Return for each call, in order of starts, the first track on which no earlier kernel still runs."""
     ends: list[float] = []
     lanes = []
     for call in calls:

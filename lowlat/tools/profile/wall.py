@@ -1,6 +1,6 @@
-"""The memory wall is the bandwidth at which this GPU's memory can be read by a kernel, GB/s; it is measured here.
+"""This module measures the memory wall: the bandwidth at which a kernel can read this GPU's memory, GB/s.
 
-Random data is read in several ways and the fastest counts; what was read is checked by its exclusive or. The figure
+It reads random data in several ways, of which the fastest counts, and checks the data by its exclusive or. The figure
 is the denominator of every share of the wall, and is measured in the run that uses it.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["Wall", "event_times", "exclusive_or", "measure_wall"]
 
 GIBIBYTE = 1 << 30
 MEBIBYTE = 1 << 20
-FREE_SHARE = 4  # at most this part of the free memory: checking what was read takes half as much again
+FREE_SHARE = 4  # one in so many bytes of the free memory is read, at most; the check takes half as much again
 WAYS = ((512, 4, False), (512, 4, True), (1024, 2, False), (256, 8, False), (512, 8, False), (512, 16, False))
 REPLAYS = 40
 TURN = 10
@@ -34,7 +34,7 @@ class Wall:
 
 
 def exclusive_or(words: torch.Tensor) -> int:
-    """The exclusive or of all words [n] of an integer dtype; takes half of their memory more."""
+    """Compute the exclusive or of all words [n] of an integer dtype; takes half of their memory more."""
     while words.numel() > 1:
         half = words.numel() // 2
         folded = words[:half] ^ words[half : 2 * half]
@@ -45,7 +45,7 @@ def exclusive_or(words: torch.Tensor) -> int:
 
 
 def event_times(replay: Callable[[], object], count: int) -> list[float]:
-    """Milliseconds of each of `count` replays on torch's current stream, queued one after the other."""
+    """Measure the milliseconds of `count` replays on torch's current stream, queued one after the other."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     events[0].record()
     for event in events[1:]:
@@ -58,7 +58,7 @@ def event_times(replay: Callable[[], object], count: int) -> list[float]:
 def measure_wall(device: torch.device, read_bytes: int | None = None, replays: int = REPLAYS) -> Wall:
     """Measure on a CUDA device, on torch's current stream.
 
-    read_bytes  None: 4 GiB, or a quarter of the free memory where that is less
+    read_bytes  None: 4 GiB, or a quarter of the free memory if that is less
     Ways take turns, so that all see the same clocks. Raises ArithmeticError if a way did not read all of the data.
     """
     from lowlat.executors.launcher import Launcher
@@ -71,7 +71,7 @@ def measure_wall(device: torch.device, read_bytes: int | None = None, replays: i
     expected = exclusive_or(source.view(torch.int32))
     stream = launcher.stream()
     issues: dict[str, Callable[[], None]] = {}
-    written = []  # launches know addresses alone: what they write must outlive them
+    written = []  # launches hold only addresses: the tensors that they write must outlive them
     for threads, blocks_each, spread in WAYS:
         blocks = processors * blocks_each
         out = torch.zeros(blocks * threads, dtype=torch.int32, device=device)
@@ -92,7 +92,7 @@ def _turns(issues: dict[str, Callable[[], None]], replays: int) -> dict[str, lis
     while done < replays:
         count = min(TURN, replays - done)
         for name, issue in issues.items():
-            for _ in range(LEAD):  # the device must never wait for the host in a timed one
+            for _ in range(LEAD):  # so that the device never waits for the host in a timed one
                 issue()
             times[name] += event_times(issue, count)
         done += count

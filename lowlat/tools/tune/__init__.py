@@ -1,6 +1,6 @@
-"""This package tunes: it finds launches whose plan depends on the GPU, sweeps plans, and writes the table.
+"""This package tunes kernels: it finds the launches whose plan depends on the GPU, sweeps plans, and writes the table.
 
-`pairs` has the programs of a pair, `shapes` collects launches by lowering them, `arguments` gives launches memory,
-`sweep` compiles and times plans within a budget, `estimates` says what fits into it, `results` makes a table of it, as
-`lowlat.kernels.tuning` reads it.
+`pairs` builds the programs of a pair, `shapes` lowers them and collects launches, `arguments` gives launches memory,
+`sweep` compiles and times plans within a budget, `estimates` predicts what fits into it, and `results` writes the table
+that `lowlat.kernels.tuning` reads.
 """

@@ -1,7 +1,7 @@
 """This module allocates memory for calls whose arguments have none, so that a launch does a step's work.
 
-Weights are given several places, which are used in turn, so that a launch finds none of them in the L2 that would not
-be there in a step either. What a kind of launch wants in its arguments beyond numbers is in `cases`.
+Weights get several places, which are used in turn, so that a launch finds no more of them in the L2 than in a step.
+`cases` fills the arguments that need more than random numbers.
 """
 
 import math
@@ -22,9 +22,9 @@ DEVIATION = 0.05
 
 
 def fill_numbers(calls: Sequence[KernelCall]) -> None:
-    """Fill floating-point arguments with random numbers, and flags of rows with ones; integers stay as they are.
+    """Fill floating-point arguments with random numbers, and row flags with ones; integers stay zero.
 
-    Slot 0, position 0, block 0 and no position to write are there in any pair.
+    Zeros are valid in all pairs: slot 0, position 0, block 0 and no position to write.
     """
     for tensor in (each for call in calls for each in call.tensors):
         if tensor.is_floating_point():
@@ -36,9 +36,9 @@ def fill_numbers(calls: Sequence[KernelCall]) -> None:
 class Places:
     """Memory on a device for the arguments of a launch, the same for all of its plans.
 
-    device       where
-    weights      the tensors without memory that are weights
-    total_bytes  of all weights of the pair: where that is less than an L2 holds, a step finds them there, too
+    device       the device of the memory
+    weights      the weights, as tensors without memory
+    total_bytes  bytes of all weights of the pair: if they fit into the L2, a step finds them there, too
     """
 
     def __init__(self, device: torch.device, weights: Sequence[torch.Tensor], total_bytes: int) -> None:
@@ -47,20 +47,20 @@ class Places:
         self._memory: dict[tuple[int, int], torch.Tensor] = {}
 
     def num_copies(self, calls: Sequence[KernelCall]) -> int:
-        """The places of the weights of these calls."""
+        """Return the number of places that the weights of these calls need."""
         weights = [tensor for call in calls for tensor in call.tensors if memory_of(tensor) in self._weights]
         moved = sum({memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in weights}.values())
         rotated = min(ROTATED_BYTES, self._total_bytes)
         return max(1, min(MOST_PLACES, math.ceil(rotated / moved))) if moved else 1
 
     def place(self, calls: Sequence[KernelCall], copy: int) -> tuple[KernelCall, ...]:
-        """The calls with arguments on the device, zero at first; weights are in the copy of this number."""
+        """Return the calls with arguments on the device, zero at first; weights are in the copy of this number."""
         return tuple(
             replace(call, arguments=tuple(self._placed(each, copy) for each in call.arguments)) for call in calls
         )
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The content of the device's place of a tensor that is no weight; zeros where no call has it."""
+        """Return the content of an argument that is not a weight; zeros if no call has it."""
         found = self._memory.get((memory_of(tensor), 0))
         return torch.zeros_like(tensor) if found is None else found.view(tensor.dtype).cpu()
 

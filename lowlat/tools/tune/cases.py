@@ -1,8 +1,8 @@
 """This module sets a launch's arguments to the states in which its plans are timed.
 
-A plan is chosen once for a bucket, whose contexts and routings change while it is replayed. So its time is the
-geometric mean over cases. Launches that follow each other in a graph read other blocks of the cache, or other experts,
-as layers of a step do: nothing is found in the L2 that would not be there in a step.
+A plan is chosen once for a bucket, but contexts and routings change while it is replayed. So its time is the geometric
+mean over cases. Successive launches in a graph read other blocks of the cache, or other experts, as layers of a step
+do: a launch finds no more in the L2 than in a step.
 """
 
 import inspect
@@ -32,9 +32,9 @@ Calls = tuple[KernelCall, ...]
 class Case:
     """A state of the arguments.
 
-    name    of the case: positions of a context, or a routing
-    copies  calls that follow each other in a graph, at least, each with arguments of its own
-    fill    (calls, copy) -> calls with their arguments; numbers are filled where a copy is the first of its place
+    name    positions of a context, or a routing
+    copies  the least number of successive calls in a graph, each with its own arguments
+    fill    fill(calls, copy) returns calls with their arguments; it fills numbers for the first copy of each place
     """
 
     name: str
@@ -43,9 +43,9 @@ class Case:
 
 
 def cases_of(kind: str, calls: Calls, num_places: int = 1) -> tuple[Case, ...]:
-    """The cases of a launch.
+    """Return the cases of a launch.
 
-    num_places  of its weights; copies beyond have the weights of earlier ones. 0: no numbers are filled
+    num_places  places of its weights; further copies use the weights of earlier ones. 0: no numbers are filled
     """
     made = CASES.get(kind)
     return (Case("", 1, _numbers(num_places)),) if made is None else made(calls, num_places)
@@ -67,7 +67,7 @@ def _numbers(num_places: int) -> Callable[[Calls, int], Calls]:
 
 
 def _part_rows(named: Mapping[str, Argument]) -> None:
-    """Give rows that are written to the cache places of their own there: two in one would have the bits of either."""
+    """Give each row that is written to the cache its own place: two in one place would have the bits of either."""
     tensors = [named.get(name) for name in ("slots", "table", "offsets", "k_cache")]
     slots, table, offsets, cache = (each if isinstance(each, torch.Tensor) else None for each in tensors)
     if slots is None or table is None or offsets is None or cache is None:
@@ -78,7 +78,7 @@ def _part_rows(named: Mapping[str, Argument]) -> None:
 
 
 def _named(call: KernelCall) -> dict[str, Argument]:
-    """The arguments of a call by the names of its kernel's parameters."""
+    """Return a call's arguments by the names of its kernel's parameters."""
     return dict(zip(inspect.signature(call.kernel.function).parameters, call.arguments, strict=True))
 
 
@@ -97,13 +97,13 @@ def _number(named: Mapping[str, Argument], name: str) -> int:
 
 
 def _changed(call: KernelCall, changes: Mapping[str, torch.Tensor]) -> KernelCall:
-    """The call with other tensors in the places of some, by name."""
+    """Return the call with some arguments replaced, by name."""
     arguments = tuple(changes.get(name, argument) for name, argument in _named(call).items())
     return replace(call, arguments=arguments)
 
 
 def _attention(calls: Calls, num_places: int) -> tuple[Case, ...]:
-    """A case for each context that the cache holds; the longest that it does where it holds none of them."""
+    """Return a case for each context that the cache holds; if it holds none of them, for its longest context."""
     named = _named(calls[0])
     pool, kv_heads, block, head_dim = _tensor(named, "k_cache").shape
     batch, tail = _number(named, "batch"), _number(named, "tail")
@@ -126,7 +126,7 @@ def _attention(calls: Calls, num_places: int) -> tuple[Case, ...]:
 
 
 def _fill_codes(named: Mapping[str, Argument]) -> None:
-    """Numbers of every size in caches of codes, none of them NaN, and scales of 1."""
+    """Fill caches of codes with numbers of all sizes without NaN, and scales with 1."""
     scales = named["kv_scales"]
     if isinstance(scales, torch.Tensor):
         scales.fill_(1.0)
@@ -135,7 +135,7 @@ def _fill_codes(named: Mapping[str, Argument]) -> None:
 
 
 def _step_state(named: Mapping[str, Argument], dense: int, copy: int, blocks: int) -> dict[str, torch.Tensor]:
-    """Slots of one length, each with blocks of its own, anywhere in the pool; rows are a chain."""
+    """Set up slots of one length, each with its own blocks, spread over the pool; rows are a chain."""
     table, masks, device = _tensor(named, "table"), _tensor(named, "row_masks"), _tensor(named, "q").device
     batch, rows = masks.shape
     order = torch.randperm(_tensor(named, "k_cache").shape[0] - 1, generator=torch.Generator().manual_seed(1)) + 1
@@ -153,9 +153,9 @@ def _step_state(named: Mapping[str, Argument], dense: int, copy: int, blocks: in
 
 
 def _moe(calls: Calls, num_places: int) -> tuple[Case, ...]:
-    """Rows that choose their experts at random, and rows that all choose the same; other ones in every launch.
+    """Return two cases: rows choose experts at random, or all choose the same; each launch has other experts.
 
-    The router is one of the calls: its rows decide.
+    The router is one of the calls, so its rows determine the choice.
     """
     copies = max(num_places, MOE_COPIES)
 
@@ -171,7 +171,7 @@ def _moe(calls: Calls, num_places: int) -> tuple[Case, ...]:
 
 
 def _routed(call: KernelCall, routing: str, copy: int) -> KernelCall:
-    """A router's call with rows of its own."""
+    """Return a router's call with rows of its own."""
     if call.kernel.function.__name__ != "router":
         return call
     x = _tensor(_named(call), "x")
@@ -209,7 +209,7 @@ def _grouped(calls: Calls, num_places: int) -> tuple[Case, ...]:
 
 
 def _fill_experts(calls: Calls) -> None:
-    """Numbers, and codes and scales of quantised weights, of which any is a number."""
+    """Fill numbers, codes and scales of quantised weights; none is NaN."""
     fill_numbers(calls)
     for call in calls:
         for name, each in _named(call).items():
@@ -226,8 +226,7 @@ CASES: Mapping[str, Callable[[Calls, int], tuple[Case, ...]]] = MappingProxyType
 
 
 def contexts_of(call: KernelCall) -> list[int]:
-    """The contexts in which a launch of attention is timed: those that its cache holds, its longest where it holds
-    none."""
+    """Return the contexts in which a launch of attention is timed: those that fit its cache, or else its longest."""
     named = _named(call)
     pool, _, block, _ = _tensor(named, "k_cache").shape
     longest = min(_number(named, "width"), (pool - 1) // _number(named, "batch")) * block

@@ -1,4 +1,4 @@
-"""This module estimates the seconds that launches take, so that a budget is spent on those that fit into it."""
+"""This module estimates the seconds that tuning a launch takes, to choose launches that fit into the budget."""
 
 import os
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ KERNELS_A_CORE = 4  # that are compiled together
 
 
 class Estimates:
-    """Learns from what launches of a kind took, a plan; begins with first guesses.
+    """Estimates by kind of launch: they begin with guesses, and learn from measured seconds a plan.
 
-    num_candidates  plans of a launch that are timed, at most
-    num_cores       that compile; None: those of this process
+    num_candidates  the most plans of a launch that are timed
+    num_cores       cores that compile; None: those of this process
     """
 
     def __init__(self, num_candidates: int, num_cores: int | None = None) -> None:
@@ -26,26 +26,25 @@ class Estimates:
         self._compiled = (0, 0.0)
 
     def timing_s(self, shape: Shape) -> float:
-        """The seconds to time the plans of a launch."""
+        """Return the seconds to time the plans of a launch."""
         plans, seconds = self._timed.get(shape.kind, (0, 0.0))
         return self.num_plans(shape) * (seconds / plans if plans else SLOW_PLAN_S.get(shape.kind, PLAN_S))
 
     def compiling_s(self, num_kernels: int) -> float:
-        """The seconds to compile kernels, of which a cache may have some."""
+        """Return the seconds to compile kernels, of which a cache may have some."""
         kernels, seconds = self._compiled
         return num_kernels * (seconds / kernels if kernels else KERNEL_S / self._num_cores)
 
     def seconds(self, shape: Shape) -> float:
-        """The seconds of a launch, its kernels' compiling included."""
+        """Return the seconds to compile and time a launch."""
         return self.timing_s(shape) + self.compiling_s(self.num_plans(shape))
 
     def num_plans(self, shape: Shape) -> int:
-        """The plans of a launch that are timed."""
+        """Return the number of plans of a launch that are timed."""
         return min(self._most, len(shape.candidates))
 
     def fitting(self, shapes: Sequence[Shape], left_s: float) -> list[Shape]:
-        """The first launches that fit into so many seconds, as many as are compiled together; longer ones are passed
-        over."""
+        """Return the first launches that fit into `left_s`, at most as many as compile together; skip longer ones."""
         found: list[Shape] = []
         num_kernels = 0
         for shape in shapes:

@@ -1,12 +1,12 @@
-"""This module gives one rank peer memory of its own, where its own messages arrive in the place of a peer's.
+"""This module gives one rank peer memory in which its own messages arrive in place of a peer's.
 
-A launch that adds up rows over ranks (`PeerRows`) leaves its numbers in every peer's memory, and takes those that the
-peers leave in its own. Here a peer's memory is the rank's own, moved so far that a number that was sent to a peer lies
-where that peer's is awaited. So the thread that waits has written the word that it waits for just before: a launch is
-repeated as often as one likes, waits for nobody, and executes all instructions of its all-reduce. What its time lacks
-is the way between GPUs, which is the same under all plans, and what a slower peer would make it wait.
+A launch that adds rows over ranks (`PeerRows`) writes its numbers to each peer's memory, and reads those that peers
+wrote to its own. Here a peer's memory is the rank's own, at an offset, so that a number sent to a peer lies where the
+rank expects that peer's number. So a thread waits for a word that it has just written itself: a launch can be repeated
+any number of times, waits for no peer, and executes all instructions of its all-reduce. Its time lacks only the
+transfer between GPUs, which is the same for all plans, and waits for slower peers.
 
-Launches that do nothing but exchange have no plan and are not timed: their memory is not moved.
+Launches that only exchange have no plan and are not timed, so their memory has no offset.
 """
 
 import torch

@@ -56,20 +56,20 @@ class StageProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Table:
-    """A table, which both pages show."""
+    """A table of the report, for both pages."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
     def markdown(self) -> str:
-        """As Markdown, numbers to the right."""
+        """Write it as Markdown, with numbers aligned right."""
         cells = [[cell.replace("|", "\\|") for cell in row] for row in self.rows]
         rule = "|".join(["---", *(["---:"] * (len(self.columns) - 1))])
         lines = [" | ".join(self.columns), *(" | ".join(row) for row in cells)]
         return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])
 
     def html(self) -> str:
-        """As HTML, everything escaped."""
+        """Write it as HTML, with all text escaped."""
         head = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
         body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -84,10 +84,10 @@ class ReportPages:
 
 
 def make_report(directory: Path, *, plots: bool = True) -> ReportPages:
-    """The report of every result, gate and profile in a directory.
+    """Make the report of all results, gates and profiles in a directory.
 
     plots  draw them, which needs matplotlib
-    Raises ConfigError where there is no result, or no matplotlib.
+    Raises ConfigError if there is no result, or no matplotlib.
     """
     results = read_results(directory)
     title = "lowlat: " + ", ".join(sorted({result.environment.model for result in results.values()}))
@@ -114,7 +114,7 @@ def make_report(directory: Path, *, plots: bool = True) -> ReportPages:
 
 
 def read_profiles(directory: Path) -> list[StageProfile]:
-    """The profiles among the JSON files of a directory; other files are left alone."""
+    """Read the profiles among the JSON files of a directory; other files are ignored."""
     found = []
     for path in sorted(directory.glob("*.json")):
         try:
@@ -125,7 +125,7 @@ def read_profiles(directory: Path) -> list[StageProfile]:
 
 
 def _conditions(environment: Environment) -> str:
-    """One line of what rows stand for."""
+    """Describe the conditions of rows in one line."""
     e = environment
     strict = ", strict" if e.perf_mode == "strict" else ""
     strict += f", weights rounded to {e.quantize}" if e.quantize else ""
@@ -228,7 +228,7 @@ def _page(title: str, body: str) -> str:
 
 
 def write_pages(pages: ReportPages, directory: Path) -> tuple[Path, Path]:
-    """Write report.html and report.md into a directory. Raises ConfigError where that is impossible."""
+    """Write report.html and report.md into a directory. Raises ConfigError if that fails."""
     paths = directory / "report.html", directory / "report.md"
     try:
         directory.mkdir(parents=True, exist_ok=True)

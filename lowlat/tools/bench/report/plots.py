@@ -1,4 +1,4 @@
-"""This module plots result files as SVG that stands in a page by itself."""
+"""This module plots result files as self-contained SVG."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ Plot = Callable[[Any, Sequence[Row]], bool]
 
 
 def draw_plots(result: Result) -> dict[str, str]:
-    """Every plot that a result has figures for: title -> SVG. Raises ConfigError without matplotlib."""
+    """Draw all plots for which a result has figures: title -> SVG. Raises ConfigError without matplotlib."""
     plots: dict[str, Plot] = {
         "Milliseconds a step against context": _against_context,
         "Share of the memory wall": _wall_shares,
@@ -32,7 +32,7 @@ def draw_plots(result: Result) -> dict[str, str]:
 
 
 def draw_profile(profile: "StageProfile") -> str:
-    """The stages of a profile next to the wall. Raises ConfigError without matplotlib."""
+    """Draw a profile's stages beside the memory wall. Raises ConfigError without matplotlib."""
 
     def plot(axes: Any, _: Sequence[Row]) -> bool:
         stages = [stage for stage in profile.stages if stage.share_of_wall is not None]
@@ -46,7 +46,7 @@ def draw_profile(profile: "StageProfile") -> str:
 
 
 def plain_svg(svg: str, title: str) -> str:
-    """An SVG for the inside of an HTML page: without prologue, metadata and namespaces."""
+    """Reduce an SVG for embedding in HTML: without prologue, metadata and namespaces."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
@@ -54,7 +54,7 @@ def plain_svg(svg: str, title: str) -> str:
 
 
 def _drawn(title: str, plot: Plot, rows: Sequence[Row]) -> str:
-    """A plot as SVG; empty where there is nothing to draw."""
+    """Draw a plot as SVG; empty if there is nothing to draw."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
