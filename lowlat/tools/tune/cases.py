@@ -238,7 +238,7 @@ def tile_counts(key: str, call: KernelCall, plan: AttentionPlan, context: int, g
     None where it keeps positions before a window, how many its key does not say.
 
     key, call  of the launch
-    GPU       on which it runs
+    gpu       the GPU that it runs on
     """
     named, facts = _named(call), {name: int(value) for name, value in (each.split("=") for each in key.split())}
     if facts["keeps"]:
