@@ -110,9 +110,9 @@ def test_the_readme_shows_what_is_printed(repository: Path) -> None:
 @pytest.mark.parametrize(
     ("preset", "said", "layers"),
     [
-        ("llama-8b", "A Llama layer is six launches", [6]),
-        ("gpt-oss-20b", "A layer of gpt-oss is six, or five where its attention has a short window", [5, 6]),
-        ("gemma-4-31b", "A dense layer of Gemma 4 is nine, with windows or without", [9] * 6),
+        ("llama-8b", "A Llama layer takes six launches", [6]),
+        ("gpt-oss-20b", "A layer of gpt-oss takes six launches, or five if its attention has a short window", [5, 6]),
+        ("gemma-4-31b", "A dense layer of Gemma 4 takes nine launches, with windows or without", [9] * 6),
     ],
 )
 def test_the_page_of_kernels_counts_the_launches_of_layers(
