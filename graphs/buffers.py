@@ -28,7 +28,7 @@ class Role(StrEnum):
 
 
 class Paging(StrEnum):
-    """What the first dimension of a paged buffer counts, and what it holds for each index."""
+    """The unit of a paged buffer's first dimension, and the content for each index."""
 
     POSITIONS = "positions"  # a value for every position of a block: a cache of keys or values, [P, G, block, D]
     BLOCKS = "blocks"  # one value for a whole block, [P, ..]

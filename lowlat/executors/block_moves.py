@@ -240,9 +240,8 @@ class BlockMover:
             with torch.cuda.stream(self._stream):
                 self._scatter(pieces, places, staging)
                 self._free[number] = self._stream.record_event()
-                self._sent.keep(
-                    [content if source is None else source]
-                )  # a tier's memory is another's when it is let go
+                # a tier gives memory that nobody holds to another content
+                self._sent.keep([content if source is None else source])
 
     @property
     def slot_bytes(self) -> int:

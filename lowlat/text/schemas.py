@@ -9,12 +9,28 @@
 - Formats that only say how to show a value go; those that are an expression become one.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
-__all__ = ["DEFINITIONS", "NAMED", "VALUES", "arguments_schema", "plain_schema", "referred", "step_of"]
+__all__ = [
+    "DEFINITIONS",
+    "KINDS",
+    "NAMED",
+    "VALUES",
+    "DeadReferenceError",
+    "Steps",
+    "arguments_schema",
+    "followed",
+    "plain_schema",
+    "properties_of",
+    "referred",
+    "walk",
+]
+
+Steps = Sequence[str | int]
+"""The steps from a schema to one within it."""
 
 VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords that hold documents
 NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # schemas by name
@@ -62,6 +78,17 @@ IN_JSON_SCHEMA = frozenset(
 )
 
 
+class DeadReferenceError(LookupError):
+    """A reference leads to nothing in its root, or back to one before it.
+
+    is_back  the latter
+    """
+
+    def __init__(self, reference: str, *, is_back: bool) -> None:
+        super().__init__(reference)
+        self.reference, self.is_back = reference, is_back
+
+
 def plain_schema(schema: Any) -> Any:
     """A schema in plain JSON Schema; as it was where it is nested too deep to be looked at."""
     try:
@@ -76,15 +103,44 @@ def arguments_schema(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     It is the schema itself where the root is none, or one that leads to nothing or back to itself.
     """
     definitions = {name: parameters[name] for name in DEFINITIONS if name in parameters}
-    found: Any = {name: value for name, value in parameters.items() if name not in definitions}
-    seen = set[str]()
-    while (step := step_of(found)) is not None:
-        if isinstance(step, str):
-            if step in seen:
-                return parameters
-            seen.add(step)
-        found = referred(step, parameters) if isinstance(step, str) else step[0]
-    return {**found, **definitions} if seen and isinstance(found, Mapping) else parameters
+    own = {name: value for name, value in parameters.items() if name not in definitions}
+    try:
+        found, references = followed(own, parameters)
+    except DeadReferenceError:
+        return parameters
+    return {**found, **definitions} if references and isinstance(found, Mapping) else parameters
+
+
+def followed(schema: Any, root: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return the schema to which a mere reference leads, as pydantic writes an enum, and the references on the way.
+
+    It is the schema itself if it is no reference. Raises DeadReferenceError.
+    """
+    found, seen = schema, list[str]()
+    while (step := _step_of(found)) is not None:
+        if not isinstance(step, str):
+            found = step[0]
+            continue
+        found = None if step in seen else referred(step, root)
+        if found is None:
+            raise DeadReferenceError(step, is_back=step in seen)
+        seen.append(step)
+    return found, seen
+
+
+def walk(schema: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Steps, Mapping[str, Any]]]:
+    """Yield a schema and all within it with their paths, outer ones first."""
+    if isinstance(schema, list):
+        for place, each in enumerate(schema):
+            yield from walk(each, (*path, place))
+    elif isinstance(schema, Mapping):
+        yield path, schema
+        for name, value in schema.items():
+            if name in NAMED and isinstance(value, Mapping):
+                for key, each in value.items():
+                    yield from walk(each, (*path, name, key))
+            elif name not in VALUES and not _is_annotation(name):
+                yield from walk(value, (*path, name))
 
 
 def referred(reference: str, root: Mapping[str, Any]) -> Any:
@@ -102,7 +158,7 @@ def referred(reference: str, root: Mapping[str, Any]) -> Any:
     return found
 
 
-def step_of(schema: Any) -> str | list[Any] | None:
+def _step_of(schema: Any) -> str | list[Any] | None:
     """The reference that a schema is, or its `allOf` of one, and no more but annotations; None of others."""
     if not isinstance(schema, Mapping):
         return None
@@ -124,7 +180,7 @@ class _Dialect:
         self._root: Mapping[str, Any] = root if isinstance(root, Mapping) else {}
         self._tags: dict[int, str] = {}  # the property that tells a branch from others, by the branch's identity
         self._told_apart: set[int] = set()  # the schemas whose `oneOf` has such branches alone
-        for schema in _schemas(root):
+        for _, schema in walk(root):
             self._find_tags(schema)
 
     def _find_tags(self, schema: Mapping[str, Any]) -> None:
@@ -137,10 +193,10 @@ class _Dialect:
         if isinstance(key, str):
             keys = [key]
         else:  # nothing says which
-            first = list(_properties(branches[0]))[:MAX_TAGS]
+            first = list(properties_of(branches[0]))[:MAX_TAGS]
             keys = [key for key in first if all(key in _required(each) for each in branches)]
         for key in keys:
-            named = [_constants(_properties(branch).get(key)) for branch in branches]
+            named = [_constants(properties_of(branch).get(key)) for branch in branches]
             values = [value for each in named for value in each]
             if all(named) and len(values) == len(set(values)):
                 self._tags.update({id(branch): key for branch in branches})
@@ -148,15 +204,11 @@ class _Dialect:
                 return
 
     def _target(self, schema: Any) -> Any:
-        """The schema to which references lead; the first, where they lead back to themselves."""
-        found, seen = schema, set[str]()
-        while (step := step_of(found)) is not None:
-            if isinstance(step, str):
-                if step in seen:
-                    return schema
-                seen.add(step)
-            found = referred(step, self._root) if isinstance(step, str) else step[0]
-        return found
+        """The schema to which references lead; the first, where they lead nowhere."""
+        try:
+            return followed(schema, self._root)[0]
+        except DeadReferenceError:
+            return schema
 
     def plain(self, schema: Any, *, is_root: bool = False) -> Any:
         """One schema, or a list of them."""
@@ -212,22 +264,8 @@ class _Dialect:
         del made["propertyNames"]
 
 
-def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """A schema and all within it."""
-    if isinstance(schema, list):
-        for each in schema:
-            yield from _schemas(each)
-    elif isinstance(schema, Mapping):
-        yield schema
-        for name, value in schema.items():
-            if name in NAMED and isinstance(value, Mapping):
-                for each in value.values():
-                    yield from _schemas(each)
-            elif name not in VALUES and not _is_annotation(name):
-                yield from _schemas(value)
-
-
-def _properties(schema: Any) -> Mapping[str, Any]:
+def properties_of(schema: Any) -> Mapping[str, Any]:
+    """The properties of a schema, by name."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return properties if isinstance(properties, Mapping) else {}
 

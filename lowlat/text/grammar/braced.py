@@ -10,9 +10,9 @@ from typing import Any
 
 from lowlat.text.answers.values import constants_of, kinds_of, takes_nothing
 from lowlat.text.grammar.exact import NotHeld
-from lowlat.text.grammar.free_text import TEXT_KEYWORDS, expressions_of, spelled, whole_expression, without
+from lowlat.text.grammar.free_text import NUMBERS, TEXT_KEYWORDS, expressions_of, spelled, whole_expression, without
 from lowlat.text.grammar.one_of import unheld
-from lowlat.text.grammar.references import LABELS, merged, resolved
+from lowlat.text.grammar.references import LABELS, declared, merged, resolved
 from lowlat.text.schemas import DEFINITIONS
 from lowlat.text.templates.tags import STRING_MARK
 
@@ -30,8 +30,7 @@ HELD = {  # keywords that rules hold, by the kind of value
     "null": COMMON,
 }
 PLAIN = {
-    "integer": r"/-?(0|[1-9][0-9]{0,17})/",
-    "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/",
+    **NUMBERS,
     "boolean": '("true" | "false")',
     "null": '"null"',
 }
@@ -126,8 +125,6 @@ class BracedRules:
         found = resolved("", {"$ref": reference}, self._root, strict=self._strict)
         if found == {"$ref": reference}:
             return self._any
-        if takes_nothing(found):
-            raise NotHeld("a schema that takes no value: false, or of such alone")
         if reference not in self._referred:
             self._referred[reference] = rule = self._name("ref")
             self.lines.append(f"{rule}: {self.value(found)}")
@@ -140,7 +137,7 @@ class BracedRules:
             return self._array(schema, depth)
         if kind == "object":
             return self._object(schema, depth)
-        bounds = {name: schema[name] for name in schema.keys() & BOUNDS}
+        bounds = {name: value for name, value in schema.items() if name in BOUNDS}
         if kind in ("boolean", "null") or not bounds:
             return PLAIN[kind]
         rule = self._name("number")
@@ -198,15 +195,7 @@ class BracedRules:
         return f'"[" {after} "]"'
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> str:
-        properties = schema.get("properties")
-        properties = dict(properties) if isinstance(properties, Mapping) else {}
-        required = schema.get("required")
-        required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-        others = schema.get("additionalProperties")
-        for key in required:
-            if key not in properties and takes_nothing(others):
-                raise NotHeld(f"required names {key!r:.80}, which properties and additionalProperties do not let be")
-            properties.setdefault(key, {} if others is None else others)
+        properties, required = declared(schema)
         barred = {key for key, each in properties.items() if takes_nothing(each)}
         if not barred.isdisjoint(required):
             raise NotHeld(f"{min(barred.intersection(required))}: is required, and its schema takes no value")

@@ -13,7 +13,6 @@ from lowlat.options.request import SamplingParams
 from lowlat.text.codec import TextCodec
 from lowlat.text.grammar.exact import NotHeld, exact_text
 from lowlat.text.grammar.matching import MatchedGrammar
-from lowlat.text.grammar.one_of import Steps
 from lowlat.text.grammar.reasoning import gate_of
 from lowlat.text.grammar.refusals import reworded
 from lowlat.text.grammar.spec import GrammarSpec, spec_of
@@ -21,6 +20,7 @@ from lowlat.text.grammar.tool_calls import tool_grammar
 from lowlat.text.grammar.trial import MAX_MEMORY_BYTES, Refused, TooLong, Trials
 from lowlat.text.grammar.vocabulary import Vocabulary, is_installed
 from lowlat.text.harmony import HarmonyParser
+from lowlat.text.schemas import Steps
 
 if TYPE_CHECKING:
     import llguidance

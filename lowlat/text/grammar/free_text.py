@@ -9,9 +9,15 @@ from typing import Any
 
 from lowlat.text.grammar.exact import NotHeld, exact_pattern, is_known, items_of
 
-__all__ = ["TEXT_KEYWORDS", "expressions_of", "spelled", "whole_expression", "without"]
+__all__ = ["NUMBERS", "TEXT_KEYWORDS", "expressions_of", "spelled", "whole_expression", "without"]
 
 TEXT_KEYWORDS = frozenset({"format", "maxLength", "minLength", "pattern"})
+NUMBERS = MappingProxyType(  # of numbers without bounds
+    {
+        "integer": r"/-?(0|[1-9][0-9]{0,17})/",
+        "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+\-]?[0-9]{1,2})?/",
+    }
+)
 ANY = r"[\s\S]"
 # Characters that are counted. Each is a state of the library's, and several where what ends the text is looked for too.
 MAX_LENGTH, MAX_LENGTH_BESIDE = 4096, 256

@@ -10,18 +10,14 @@ from typing import Any
 
 from lowlat.text.grammar.exact import NotHeld
 from lowlat.text.grammar.references import resolved
-from lowlat.text.schemas import NAMED, VALUES
+from lowlat.text.schemas import KINDS, Steps, properties_of, walk
 
-__all__ = ["Steps", "first_overlap", "one_ofs", "refusal", "unheld"]
-
-Steps = Sequence[str | int]
-"""The steps from a schema to one within it."""
+__all__ = ["first_overlap", "one_ofs", "refusal", "unheld"]
 
 Values = frozenset[tuple[bool, Any]]
 """Constants, each with whether it is true or false, which Python takes for numbers."""
 
 MAX_PAIRS = 10_000  # of branches that are compared: each takes microseconds
-KINDS = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _NOT_HELD = (
     "is not held, for its branches overlap or cannot be told apart; use anyOf, or give each branch a type of its own "
     "or a required property with a const of its own, a string"
@@ -39,34 +35,19 @@ def unheld(schema: Any, names: Sequence[str], value: object = None) -> str:
     value  of the keyword, which several places may have; None: any
     """
     words = ", ".join(names) if value is None else f"{names[0]} {value!r:.80}"
-    found = (path for path, each in _walk(schema) if names[0] in each and value in (None, each[names[0]]))
+    found = (path for path, each in walk(schema) if names[0] in each and value in (None, each[names[0]]))
     path = next(found, None)
     return f"{words}{'' if path is None else f' at {_pointer(path)}'} is not held; leave it out, or do without strict"
 
 
 def one_ofs(schema: Any) -> Iterator[Steps]:
     """The paths of schemas that have a `oneOf`, outer ones first."""
-    return (path for path, each in _walk(schema) if isinstance(each.get("oneOf"), list))
+    return (path for path, each in walk(schema) if isinstance(each.get("oneOf"), list))
 
 
 def _pointer(path: Steps) -> str:
     pointer = "".join(f"/{str(step).replace('~', '~0').replace('/', '~1')}" for step in path)
     return f"#{pointer:.200}"
-
-
-def _walk(schema: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Steps, Mapping[str, Any]]]:
-    """A schema and all within it with their paths, outer ones first."""
-    if isinstance(schema, list):
-        for place, each in enumerate(schema):
-            yield from _walk(each, (*path, place))
-    elif isinstance(schema, dict):
-        yield path, schema
-        for name, value in schema.items():
-            if name in NAMED and isinstance(value, dict):
-                for key, each in value.items():
-                    yield from _walk(each, (*path, name, key))
-            elif name not in VALUES:
-                yield from _walk(value, (*path, name))
 
 
 def first_overlap(schema: Any, root: Mapping[str, Any] | None = None) -> Steps | None:
@@ -94,9 +75,7 @@ class _Comparison:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._left, self._root = MAX_PAIRS, root
-        self._read: dict[
-            int, tuple[frozenset[str], frozenset[tuple[bool, Any]] | None]
-        ] = {}  # by the schema's identity
+        self._read: dict[int, tuple[frozenset[str], Values | None]] = {}  # by the schema's identity
 
     def distinct(self, one: Any, other: Any) -> bool:
         """Whether it is known that no value fits both of two schemas."""
@@ -130,7 +109,7 @@ class _Comparison:
     def _keys_differ(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         """Whether an object of one schema lacks a key that the other requires, or has another value there."""
         for mine, theirs in ((one, other), (other, one)):
-            own, properties = _properties(mine), _properties(theirs)
+            own, properties = properties_of(mine), properties_of(theirs)
             required = mine.get("required")
             for key in required if isinstance(required, list) else []:
                 if key not in properties:
@@ -139,11 +118,6 @@ class _Comparison:
                 elif self.distinct(own.get(key), properties[key]):
                     return True
         return False
-
-
-def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    properties = schema.get("properties")
-    return properties if isinstance(properties, Mapping) else {}
 
 
 def _kinds(schema: Mapping[str, Any], constants: Values | None) -> frozenset[str]:

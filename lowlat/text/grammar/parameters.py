@@ -9,9 +9,9 @@ from typing import Any
 
 from lowlat.text.answers.values import constants_of, kinds_of, takes_nothing, value_of_kinds
 from lowlat.text.grammar.exact import NotHeld
-from lowlat.text.grammar.free_text import TEXT_KEYWORDS, expressions_of, spelled, without
+from lowlat.text.grammar.free_text import NUMBERS, TEXT_KEYWORDS, expressions_of, spelled, without
 from lowlat.text.grammar.one_of import first_overlap, refusal
-from lowlat.text.grammar.references import LABELS, merged, resolved, standing_alone
+from lowlat.text.grammar.references import LABELS, declared, merged, resolved, standing_alone
 from lowlat.text.schemas import DEFINITIONS, arguments_schema
 from lowlat.text.templates.tags import END_PARAMETER, PARAMETER
 
@@ -24,8 +24,7 @@ EMPTY = '""'
 EXTRA = "additionalProperties"
 ANY_TEXT = r"/[\s\S]*/"
 SCALARS = {  # without quotes
-    "integer": r"/-?(0|[1-9][0-9]{0,17})/",
-    "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+\-]?[0-9]{1,2})?/",
+    **NUMBERS,
     "boolean": "/true|false/",
     "null": "/null/",
 }
@@ -57,15 +56,8 @@ def parameter_rules(
     """
     end = f"{line}{END_PARAMETER}\n"
     schema = arguments_schema(schema)
-    properties = schema.get("properties")
-    properties = properties if isinstance(properties, Mapping) else {}
-    required = schema.get("required")
-    required = [key for key in required if isinstance(key, str)] if isinstance(required, list) else []
+    properties, required = declared(schema)
     others = schema.get("additionalProperties")
-    undeclared = [key for key in required if key not in properties]
-    if undeclared and takes_nothing(others):
-        raise NotHeld(f"required names {undeclared[0]!r:.80}, which properties and additionalProperties do not let be")
-    properties = {**properties, **dict.fromkeys(undeclared, {} if others is None else others)}
     schema = {**schema, "properties": properties}
     if strict:
         _check(schema, properties)
@@ -177,7 +169,7 @@ def _is_bound(schema: Any, values: list[Any] | None) -> bool:
 
 
 def _not_read(kinds: frozenset[str], tag: str) -> list[str]:
-    """What a string must not be, so that it is read back as it was written, where values of these types may stand.
+    """Expressions to exclude, so that a string is read back as it was written, where values of these types may stand.
 
     tag  what ends the value: a text does not go on after it, either
     """
@@ -190,7 +182,7 @@ def _not_read(kinds: frozenset[str], tag: str) -> list[str]:
 
 
 def _not_ended(schema: Mapping[str, Any], tag: str) -> list[str]:
-    """What a string must not hold, so that it does not go on after its end because it is none of its schema's there."""
+    """Expressions to exclude, so that a string cannot go on after an end that its schema does not take."""
     least = schema.get("minLength", 0)
     if "pattern" in schema:
         return [f"~{without(END_PARAMETER)}"]

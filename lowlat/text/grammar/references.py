@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lowlat.text.answers.values import takes_nothing
 from lowlat.text.grammar.exact import NotHeld
-from lowlat.text.schemas import DEFINITIONS, NAMED, VALUES, referred, step_of
+from lowlat.text.schemas import DEFINITIONS, NAMED, VALUES, DeadReferenceError, followed, properties_of, walk
 
-__all__ = ["LABELS", "merged", "resolved", "standing_alone"]
+__all__ = ["LABELS", "declared", "merged", "resolved", "standing_alone"]
 
 LABELS = frozenset({"$id", "$anchor", "x-guidance"})  # keywords that say nothing of a value
 MAX_MERGED = 32  # references one after the other, of which one may lead back
@@ -20,18 +21,13 @@ def resolved(key: str, schema: Any, root: Mapping[str, Any], *, strict: bool) ->
     key  of the argument, for errors; "" for none
     Raises NotHeld, where strict, for a reference that leads to nothing or back to itself.
     """
-    found, seen = schema, list[str]()
-    while (step := step_of(found)) is not None:
-        if isinstance(step, str):
-            found = None if step in seen else referred(step, root)
-            if found is None:
-                if strict:
-                    raise NotHeld((f"{key}: " if key else "") + _refusal(step, is_known=step in seen))
-                return schema
-            seen.append(step)
-        else:
-            found = step[0]
-    return found
+    try:
+        return followed(schema, root)[0]
+    except DeadReferenceError as error:
+        if not strict:
+            return schema
+        where = "back to itself" if error.is_back else "to nothing in the schema"
+        raise NotHeld(f"{f'{key}: ' if key else ''}$ref {error.reference!r:.80} leads {where}") from None
 
 
 def merged(schema: Mapping[str, Any], root: Mapping[str, Any], *, strict: bool) -> Mapping[str, Any]:
@@ -60,11 +56,30 @@ def merged(schema: Mapping[str, Any], root: Mapping[str, Any], *, strict: bool) 
     raise NotHeld(f"$ref or allOf of others, more than {MAX_MERGED} deep")
 
 
+def declared(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The properties of an object's schema, those that only `required` names among them; and the required ones.
+
+    Raises NotHeld for a required one that the schema does not let be.
+    """
+    properties, required, others = (
+        dict(properties_of(schema)),
+        schema.get("required"),
+        schema.get("additionalProperties"),
+    )
+    names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    for name in names:
+        if name not in properties and takes_nothing(others):
+            raise NotHeld(f"required names {name!r:.80}, which properties and additionalProperties do not let be")
+        properties.setdefault(name, {} if others is None else others)
+    return properties, names
+
+
 def standing_alone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
     """A schema out of a root, with definitions to which its references lead."""
     definitions = {name: root[name] for name in DEFINITIONS if name in root}
     alone = {**definitions, **schema}
-    if all(reference.startswith(("#/$defs/", "#/definitions/")) for reference in _references(alone)):
+    references = (each["$ref"] for _, each in walk(alone) if isinstance(each.get("$ref"), str))
+    if all(reference.startswith(("#/$defs/", "#/definitions/")) for reference in references):
         return alone
     moved: dict[str, Any] = _moved(schema)
     return {**moved, "$defs": {OUTER: _moved(root)}}
@@ -86,20 +101,6 @@ def _both(name: str, one: Any, other: Any) -> Any:
     raise NotHeld(f"{name} of several schemas for one value")
 
 
-def _references(schema: Any) -> list[str]:
-    if isinstance(schema, list):
-        return [reference for each in schema for reference in _references(each)]
-    if not isinstance(schema, Mapping):
-        return []
-    own = [schema["$ref"]] if isinstance(schema.get("$ref"), str) else []
-    for name, value in schema.items():
-        if name in NAMED and isinstance(value, Mapping):
-            own += [reference for each in value.values() for reference in _references(each)]
-        elif name not in VALUES:
-            own += _references(value)
-    return own
-
-
 def _moved(schema: Any) -> Any:
     """A schema whose references lead to the same places in a root that is a definition."""
     if isinstance(schema, list):
@@ -115,7 +116,3 @@ def _moved(schema: Any) -> Any:
         else:
             made[name] = value if name in VALUES else _moved(value)
     return made
-
-
-def _refusal(reference: str, *, is_known: bool) -> str:
-    return f"$ref {reference!r:.80} leads {'back to itself' if is_known else 'to nothing in the schema'}"

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowlat.errors import RequestError
-from lowlat.text.grammar.one_of import Steps, one_ofs, refusal, unheld
+from lowlat.text.grammar.one_of import one_ofs, refusal, unheld
 from lowlat.text.grammar.spec import GrammarSpec
 from lowlat.text.grammar.tool_calls import place_of
 from lowlat.text.grammar.trial import ONE_OF
-from lowlat.text.schemas import DEFINITIONS
+from lowlat.text.schemas import DEFINITIONS, Steps
 
 __all__ = ["reworded"]
 

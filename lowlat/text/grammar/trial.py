@@ -15,9 +15,9 @@ from typing import Any
 
 from lowlat.errors import ConfigError
 from lowlat.text.children import end_child
-from lowlat.text.grammar.one_of import Steps
 from lowlat.text.grammar.spec import GrammarSpec
 from lowlat.text.grammar.vocabulary import LIMITS, Vocabulary
+from lowlat.text.schemas import Steps
 
 __all__ = ["ONE_OF", "Refused", "TooLong", "Trials"]
 
